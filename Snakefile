@@ -27,6 +27,6 @@ require_known_settings()
 rule all:
     default_target: True
     input:
-        artefact_files(),
+        ARTEFACTS,
         EXPLORER,
         MANIFEST,

@@ -25,7 +25,7 @@ ROOT = DOCS.parent
 RETURNED = (  # by public functions, or given to functions of your own
     "gripmoe.constraints.hooks.ConstraintHandle",
     "gripmoe.auditing.report.AuditReport",
-    "gripmoe.constraints.realignment.Original",
+    "gripmoe.library.realign.Original",
     "gripmoe.geometry.realignment.Realignment",
     "gripmoe.config.methods.Method",
     "gripmoe.training.objectives.Objective",

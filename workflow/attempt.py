@@ -23,16 +23,16 @@ from pathlib import Path
 
 import pandas as pd
 from finished_runs import setting_of
-from make_record import ROOT
+from shared import CONFIG, ROOT
 from tqdm import tqdm
-from tune import CONFIG, changed, named, prepare, train
+from tune import changed, named, prepare, train
 
 from gripmoe.attacks import restoration
 from gripmoe.attacks.base import QuestionSetting, mean
 from gripmoe.attacks.relearning import from_other_facts, from_retain_documents, of_low_rank_experts
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.reading import parse_as, require_known
-from gripmoe.config.world import Run
+from gripmoe.config.world import Run, RunKey
 from gripmoe.data.corpora import in_batches
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.geometry.routing import mean_stability, stability_by_layer
@@ -69,7 +69,7 @@ class Swapped(QuestionSetting):
         return load_questions(self.data / "forget_questions.jsonl", "dev")
 
 
-def run_of(project: Project, key: tuple, steps: int, change: dict) -> Run:
+def run_of(project: Project, key: RunKey, steps: int, change: dict) -> Run:
     """The run with changed settings. Raises ValueError if they do not fit."""
     never = {"checks_to_stop": steps + 1}  # more than there are: every run takes all its steps
     run = changed(project.run(*key), {"max_steps": steps, **never, **change})
@@ -78,9 +78,9 @@ def run_of(project: Project, key: tuple, steps: int, change: dict) -> Run:
     return run
 
 
-def attempt(project: Project, results: Path, key: tuple, steps: int, change: dict) -> dict:
+def attempt(project: Project, results: Path, key: RunKey, steps: int, change: dict) -> dict:
     run = run_of(project, key, steps, change)
-    folder = results.joinpath("attempts", *map(str, key), f"steps-{steps}_{named(change)}")
+    folder = results / "attempts" / key.folder / f"steps-{steps}_{named(change)}"
     train(project, results, run, folder)
     outcome = read_json(folder / "checkpoint.json")
     tried = dict(zip(SAME, (*key, json.dumps(change), steps), strict=True)) | {"status": outcome["status"]}
@@ -89,7 +89,7 @@ def attempt(project: Project, results: Path, key: tuple, steps: int, change: dic
     return tried | measured(project, results, key, folder / "weights")
 
 
-def measured(project: Project, results: Path, key: tuple, weights: Path) -> dict[str, float]:
+def measured(project: Project, results: Path, key: RunKey, weights: Path) -> dict[str, float]:
     letters = setting_of(project, results, key, weights, finetuning=project.world.relearning)
     swapped = Swapped(**{field.name: getattr(letters, field.name) for field in fields(letters)})
     batches = in_batches(letters.corpus("held_out"), letters.tokenizer.pad_token_id)
@@ -125,16 +125,14 @@ def main() -> None:
         project = Project(CONFIG, args.world)
         for name in ("model", "benchmark", "objective", "method"):
             require_known(getattr(args, name), getattr(project, f"{name}s"), f"--{name}")
-        key = args.model, args.benchmark, args.objective, args.method, args.seed
+        key = RunKey(args.model, args.benchmark, args.objective, args.method, args.seed)
         if not project.fits(args.model, args.benchmark) or not project.methods[args.method].trains:
-            raise ConfigError(
-                f"no run {'.'.join(map(str, key))}: give a benchmark of the model, and a method that trains"
-            )
+            raise ConfigError(f"no run {key}: give a benchmark of the model, and a method that trains")
         for change in args.change:
             run_of(project, key, args.steps, change)
     except ValueError as error:
         parser.error(str(error))
-    results = ROOT / "results" / project.results_name
+    results = ROOT / project.results
     prepare(project, results, [args.model], args.benchmark, args.cores)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs side by side share the cores
     with ProcessPoolExecutor(args.cores, mp_context=get_context("spawn")) as pool:

@@ -19,10 +19,11 @@ from finished_runs import parser_of, setting_of, write_measurements
 
 from gripmoe.attacks.base import SAMPLE
 from gripmoe.attacks.restoration import without_expert
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 
 
-def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
+def measure(project: Project, results: Path, key: RunKey, weights: Path) -> list[dict]:
     setting = setting_of(project, results, key, weights)
     moe = setting.after
     asked = {"forget": setting.sample, "retain": setting.retain[:SAMPLE]}

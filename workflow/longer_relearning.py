@@ -16,10 +16,11 @@ from finished_runs import parser_of, setting_of, write_measurements
 
 from gripmoe.attacks.base import Found
 from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 
 
-def measure(project: Project, results: Path, key: tuple, weights: Path, steps: Sequence[int]) -> list[dict]:
+def measure(project: Project, results: Path, key: RunKey, weights: Path, steps: Sequence[int]) -> list[dict]:
     if project.world.relearning is None:
         raise SystemExit(f"{project.world_file}: give `relearning`, the settings of finetuning")
     finetuning = project.world.relearning.model_copy(update={"steps": list(steps)})

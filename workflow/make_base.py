@@ -15,30 +15,26 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from shared import CONFIG, command
 
-from gripmoe.cli.main import main as command
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
+from gripmoe.config.project import Project
 from gripmoe.io.files import atomic_path, read_json, write_json
 from gripmoe.moe.storage import load_model, weights_digest
 from gripmoe.training.base_model import base_scores, fault_of
 from gripmoe.worlds.shipped import FOLDER
 
-CONFIG = Path(__file__).parent / "config"
-
 
 def trained(name: str, models: dict[str, EmbeddedModel], results: Path) -> Path:
     """The folder of the model `name`, trained there with the models that it is made from."""
     row, output = models[name].model_copy(update={"shipped": None}), results / name / "model.json"
-    base = ["--base", str(trained(row.base, models, results) / "model.json")] if row.base else []
+    base = {"base": trained(row.base, models, results) / "model.json"} if row.base else {}
     settings, made_with = row.model_dump(mode="json"), output.with_name("made_with.json")
     code = code_fingerprint("gripmoe.cli.prepare_model:prepare_model")
-    wanted = {"settings": settings, "code": code, "base": base and read_json(Path(base[1]))["weights"]}
+    wanted = {"settings": settings, "code": code, "base": read_json(base["base"])["weights"] if base else []}
     if not output.exists() or not made_with.exists() or read_json(made_with) != wanted:
-        flags = ["--settings", json.dumps(settings), "--output", str(output), *base]
-        if command(["prepare-model", *flags]):
-            raise SystemExit(1)
+        command("prepare-model", settings=json.dumps(settings), output=output, **base)
         write_json(made_with, wanted)
     return output.parent
 

@@ -21,16 +21,15 @@ from statistics import fmean
 
 import numpy as np
 import pandas as pd
+from shared import CONFIG, ROOT, command, snakemake
 from tqdm import tqdm
 
-from gripmoe.cli.main import main as command
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.provenance import step_seconds
-from gripmoe.config.world import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE, RunKey
 from gripmoe.reporting.collect import base_models
 from gripmoe.reporting.runs import KEYS, load_runs
 
-ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "record" / "runs.csv"
 TIMES = RECORD.with_name("step_times.csv")
 WORLDS = ("record_main", "record_rates", "record_settings", "record", "record_muse")
@@ -38,17 +37,15 @@ LAST_STEP = "attack.json"
 TABLES = ("runs", "histories", "answers", "attacks")
 POLL_SECONDS = 5
 
-Key = tuple[str, str, str, str, int]
 
-
-def blocks(project: Project) -> Iterator[tuple[str, list[Key]]]:
+def blocks(project: Project) -> Iterator[tuple[str, list[RunKey]]]:
     """The runs of a world in the order in which they are computed: by seed, then objective. The runs without an
     objective, of models that nobody unlearned, belong to every block."""
     keys = project.run_keys()
-    originals = [key for key in keys if key[2] == NO_OBJECTIVE]
+    originals = [key for key in keys if key.objective == NO_OBJECTIVE]
     for seed in project.world.seeds:
         for objective in project.world.objectives:
-            of_block = [key for key in keys if key[2] == objective and key[4] == seed]
+            of_block = [key for key in keys if (key.objective, key.seed) == (objective, seed)]
             yield f"{project.name}, {objective}, seed {seed}", originals + of_block
 
 
@@ -59,13 +56,10 @@ def step_times(results: Path) -> pd.Series:
     return measured.combine_first(of_record)
 
 
-def folder(results: Path, key: Key) -> Path:
-    return results.joinpath(*map(str, key))
-
-
-def recorded() -> set[Key]:
+def recorded() -> set[RunKey]:
     """The runs of the record."""
-    return set(load_runs(RECORD, kind=None)[KEYS].drop_duplicates().itertuples(index=False, name=None))
+    keys = load_runs(RECORD, kind=None)[KEYS].drop_duplicates()
+    return set(map(RunKey._make, keys.itertuples(index=False, name=None)))
 
 
 def require_same_models(results: Path) -> None:
@@ -88,28 +82,23 @@ def require_same_models(results: Path) -> None:
         )
 
 
-def missing(project: Project, results: Path, kept: Collection[Key] = ()) -> list[Key]:
+def missing(project: Project, results: Path, kept: Collection[RunKey] = ()) -> list[RunKey]:
     """The runs of a world that neither `results` nor `kept` has."""
-    return [k for k in project.run_keys() if k not in kept and not (folder(results, k) / LAST_STEP).exists()]
+    return [k for k in project.run_keys() if k not in kept and not (results / k.folder / LAST_STEP).exists()]
 
 
-def remaining(projects: list[Project], results: Path, times: pd.Series, kept: Collection[Key] = ()) -> Iterator[float]:
+def remaining(
+    projects: list[Project], results: Path, times: pd.Series, kept: Collection[RunKey] = ()
+) -> Iterator[float]:
     """CPU-seconds of the missing runs and base models of each world, without those of the worlds before it."""
     counted = set()
     for project in projects:
         seconds, runs = 0.0, set(missing(project, results, kept)) - counted
         for key in runs:
-            seconds += sum(times.get(step, 0.0) for step in (project.methods[key[3]].rule, "evaluate", "attack"))
+            seconds += sum(times.get(step, 0.0) for step in (project.methods[key.method].rule, "evaluate", "attack"))
         models = {name for name in project.models_needed if not (results / "models" / name / "model.json").exists()}
         yield seconds + len(models - counted) * times.get("prepare_model", 0.0)
         counted |= runs | models
-
-
-def snakemake(world: str, targets: list[Path], cores: int) -> list[str]:
-    """The command that makes the targets, for the repository's root."""
-    arguments = [sys.executable, "-m", "gripmoe.cli.fork_server", "snakemake"]
-    arguments += ["--profile", str(ROOT / "workflow" / "profiles" / "local"), "--cores", str(cores)]
-    return [*arguments, "--config", f"world={world}", "--", *(str(target.relative_to(ROOT)) for target in targets)]
 
 
 def compute(world: str, targets: list[Path], cores: int, until: float | None, bar: tqdm) -> str:
@@ -138,16 +127,13 @@ def compute(world: str, targets: list[Path], cores: int, until: float | None, ba
 
 def collect(project: Project, results: Path, known: Path | None) -> Path | None:
     """Tables of the runs that are there, which are compared with those of the table `known` too."""
-    keys = [key for key in project.run_keys() if (folder(results, key) / LAST_STEP).exists()]
-    if not keys:
+    runs = [results / key.folder for key in project.run_keys() if (results / key.folder / LAST_STEP).exists()]
+    if not runs:
         return None
-    paths = {name: results / f"{name}_{project.name}.csv" for name in TABLES}
-    flags = [part for name in TABLES[1:] for part in (f"--{name}", str(paths[name]))]
-    flags += ["--known", str(known)] if known else []
-    runs = [str(folder(results, key)) for key in keys]
-    if command(["collect", *runs, "--output", str(paths["runs"]), *flags]):
-        raise SystemExit(1)  # or the record would be of earlier tables
-    return paths["runs"]
+    output, *others = (results / f"{name}_{project.name}.csv" for name in TABLES)
+    flags = dict(zip(TABLES[1:], others, strict=True)) | ({"known": known} if known else {})
+    command("collect", *runs, output=output, **flags)  # exits if it fails, or the record would be of earlier tables
+    return output
 
 
 def main() -> None:
@@ -158,8 +144,8 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="keeps the runs of docs/record; computes those it lacks")
     args = parser.parse_args()
     kept = recorded() if args.add else set()
-    projects = [Project(ROOT / "workflow" / "config", world) for world in args.worlds]
-    results = ROOT / "results" / projects[0].results_name
+    projects = [Project(CONFIG, world) for world in args.worlds]
+    results = ROOT / projects[0].results
     times = step_times(results)
     until = None if args.hours is None else time.time() + 3600 * args.hours
     lacking = [missing(project, results, kept) for project in projects]
@@ -174,7 +160,7 @@ def main() -> None:
         with tqdm(total=total, initial=total - len(runs), unit="run", desc=project.name) as bar:
             for name, keys in blocks(project):
                 bar.set_postfix_str(name.partition(", ")[2])
-                targets = [folder(results, key) / LAST_STEP for key in keys if key not in kept]
+                targets = [results / key.folder / LAST_STEP for key in keys if key not in kept]
                 if not targets:
                     continue
                 of_block = compute(project.name, targets, args.cores, until, bar)
@@ -185,7 +171,7 @@ def main() -> None:
                     break
         if ended == "stopped":
             break
-    of_all = [Project(ROOT / "workflow" / "config", world) for world in WORLDS]  # a record holds all of them
+    of_all = [Project(CONFIG, world) for world in WORLDS]  # a record holds all of them
     tables = [table for project in of_all if (table := collect(project, results, RECORD if args.add else None))]
     if not tables:
         raise SystemExit("no run has ended: there is nothing to record")

@@ -20,10 +20,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from shared import CONFIG
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.training import Training
 from gripmoe.constraints.build import build
 from gripmoe.data.corpora import Corpora
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=METHODS)
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()
-    project = Project(Path(__file__).parent / "config", args.world)
+    project = Project(CONFIG, args.world)
     rows, card = [], torch.cuda.get_device_name() if DEVICE == "cuda" else "CPU"
     for model in args.models or project.world.models:
         pairs = [(objective, method) for objective in args.objectives for method in args.methods]
@@ -82,7 +83,7 @@ def measured(project: Project, model: str, objective: str, method: str) -> dict[
         moe = MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
     benchmark = project.world.benchmarks[0]
     length = project.benchmarks[benchmark].max_length
-    training = project.training_of(model, objective, method, benchmark)
+    training = project.training(model, benchmark, objective, method)
     last = {"max_steps": STEPS, "check_every": STEPS, "checkpoint_every": 2 * STEPS}
     training = Training(**{**training.model_dump(), **last, "loss_bound": 1e9})
     corpora = Corpora(*(_documents(config.vocab_size, length, seed) for seed in (0, 1)), pad_id=0)

@@ -15,10 +15,11 @@ from finished_runs import parser_of, setting_of, write_measurements
 
 from gripmoe.attacks.base import SAMPLE, mean
 from gripmoe.attacks.restoration import read_above
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 
 
-def measure(project: Project, results: Path, key: tuple, weights: Path) -> list[dict]:
+def measure(project: Project, results: Path, key: RunKey, weights: Path) -> list[dict]:
     setting = setting_of(project, results, key, weights)
     found = {}
     for name, questions in (("", setting.sample), ("retain_", setting.retain[:SAMPLE])):

@@ -20,15 +20,14 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import pandas as pd
-from make_record import ROOT, snakemake
+from shared import CONFIG, ROOT, command, snakemake
 from tqdm import tqdm
 
 from gripmoe.cli.common import identity_of
 from gripmoe.cli.fit_basis import fit_basis
-from gripmoe.cli.main import main as cli
 from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.reading import parse_as
 from gripmoe.config.training import Training
@@ -36,7 +35,6 @@ from gripmoe.config.world import Run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, read_yaml, write_json, write_yaml
 
-CONFIG = Path(__file__).parent / "config"
 TUNING = Path(__file__).with_name("tuning.yaml")
 RETAIN = {"letters": "retain_accuracy", "news": "knowmem_retain"}  # decides among runs that have forgotten
 SCORES = ("forget_accuracy", "verbmem", "knowmem_forget", *RETAIN.values())
@@ -126,13 +124,6 @@ def grid(values: dict[str, list]) -> list[dict]:
     return [dict(zip(values, combination, strict=True)) for combination in product(*values.values())]
 
 
-def command(name: str, **flags: object) -> None:
-    """A command as the rules call it."""
-    arguments = [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
-    if cli([name, *arguments]):
-        raise SystemExit(1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world", default="tiny_tuning")
@@ -157,7 +148,7 @@ def main() -> None:
         if unknown := sorted(set(given) - set(known)):
             parser.error(f"{flag}: {unknown[0]!r} is none of {', '.join(known)}, which world and tuning.yaml name")
     models = args.models or project.world.models
-    results = ROOT / "results" / project.results_name
+    results = ROOT / project.results
     trials = [
         (project, results, model, args.benchmark, objective, method, seed, change)
         for objective in args.objectives or objectives

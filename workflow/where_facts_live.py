@@ -14,10 +14,11 @@ import tempfile
 from pathlib import Path
 
 import torch
+from shared import CONFIG
 from transformers import PreTrainedModel
 
-from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
+from gripmoe.config.project import Project
 from gripmoe.data.documents import encode
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.io.files import write_csv
@@ -78,7 +79,7 @@ def measure(name: str, config: EmbeddedModel, folder: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--world", default="record")
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent / "config")
+    parser.add_argument("--config", type=Path, default=CONFIG)
     parser.add_argument("--results", type=Path, default=Path("results/tiny"))
     parser.add_argument("--output", type=Path, required=True)
     args = parser.parse_args()

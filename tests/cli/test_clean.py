@@ -11,7 +11,7 @@ import pytest
 from conftest import held
 from gripmoe.cli.clean import TABLES, written
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.files import read_yaml, write_yaml
 
 ROOT = Path(__file__).parents[2]

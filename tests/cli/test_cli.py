@@ -13,7 +13,7 @@ import gripmoe
 from commands import SUMMARIES, wrong_with
 from gripmoe.cli import configure as commands
 from gripmoe.cli.main import COMMANDS, load, main
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 RULES = sorted(CONFIG.parent.joinpath("rules").glob("*.smk"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from gripmoe.cli import evaluate as command
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_json
 

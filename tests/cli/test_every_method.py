@@ -27,8 +27,8 @@ from gripmoe.cli.realign import realign
 from gripmoe.cli.trace_routing import trace_routing
 from gripmoe.cli.unlearn import unlearn
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.config.grid import Project
 from gripmoe.config.methods import Method
+from gripmoe.config.project import Project
 from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build

@@ -8,7 +8,7 @@ import pytest
 
 from gripmoe.cli import unlearn as commands
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io import distributed
 
 PROJECT = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny")

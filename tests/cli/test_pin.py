@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from gripmoe.cli.main import main
-from gripmoe.cli.pin import unpinned
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.planning.revisions import unpinned
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 

@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 
 from conftest import clone
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
 from gripmoe.config.models import PublishedModel
+from gripmoe.config.project import Project
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.geometry.routing import jaccard, route
 from gripmoe.io.files import read_json, write_json, write_yaml

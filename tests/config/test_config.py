@@ -3,15 +3,16 @@
 import csv
 import re
 import shutil
+from functools import partial
 from itertools import product
 from pathlib import Path
 
 import pytest
 import yaml
 
-from gripmoe.config.catalogues import CATALOGUES
-from gripmoe.config.grid import Project
+from gripmoe.config.catalogues import CATALOGUES, Catalogues
 from gripmoe.config.methods import AXES, TABLE, Method, method_table
+from gripmoe.config.project import Project
 from gripmoe.config.world import load_run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_yaml
@@ -50,6 +51,11 @@ def test_every_world_is_valid_and_leaves_seeds_and_base_models_of_tuning_alone(w
     assert world in TUNED_ON or not tuned_on() & set(project.models_needed)
 
 
+def test_every_world_is_documented():
+    pages = "".join(page.read_text(encoding="utf-8") for page in (CONFIG.parents[1] / "docs").rglob("*.md"))
+    assert not [world for world in WORLDS if f"`{world}`" not in pages]
+
+
 def test_no_record_holds_seeds_or_base_models_of_tuning():
     records = sorted((CONFIG.parents[1] / "docs" / "record").glob("**/runs.csv"))
     rows = [row for file in records for row in csv.DictReader(file.open(encoding="utf-8"))]
@@ -81,7 +87,8 @@ def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
     assert len(pairs) == 6 and all(pairs.count(method) == 2 for method in pairs)
     for row in blocks["gd"]:
         one, every = (
-            of_record.training("gd", m, "wmdp_tiny") for m in (row["method"], row["method"].replace("_single", ""))
+            of_record.training("tiny_a", "wmdp_tiny", "gd", m)
+            for m in (row["method"], row["method"].replace("_single", ""))
         )
         assert one == every and row["method"] in of_record.world.methods_of("gd")
     rows = blocks["rmu"]
@@ -98,7 +105,7 @@ def test_the_factorial_is_every_constraint_on_one_expert_and_on_all():
 def test_news_goes_with_the_models_finetuned_on_it(folder):
     world = "extends: tiny\nmodels: [tiny_a, tiny_news_a]\nbenchmarks: [wmdp_tiny, muse_tiny]\nmethods: [original]\n"
     (folder / "both.yaml").write_text(world)
-    pairs = {key[:2] for key in Project(folder, "both").run_keys()}
+    pairs = {(key.model, key.benchmark) for key in Project(folder, "both").run_keys()}
     assert pairs == {("tiny_a", "wmdp_tiny"), ("tiny_news_a", "muse_tiny")}
     (folder / "none.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, muse_tiny]\n")
     with pytest.raises(ConfigError, match="none of the models is for 'muse_tiny'; news needs one with `source: finetu"):
@@ -147,7 +154,8 @@ def test_a_run_of_two_worlds_has_the_same_settings_in_both(folder):
     (folder / "mine.yaml").write_text("extends: tiny\noverrides: {}\n")
     message = "mine.yaml: run .*gd/expert_specific.* has another `objective` in 'tiny', .* replaces the whole key"
     with pytest.raises(ConfigError, match=message):
-        Project(folder, "mine")
+        Project(folder, "mine", Catalogues(folder))
+    assert Project(folder, "mine", compare=False).run_keys()
     (folder / "mine.yaml").write_text("extends: tiny_all\nobjectives: [kl]\nextra_methods: {}\noverrides: {}\n")
     with pytest.raises(
         ConfigError, match="mine.yaml: run .*kl/frozen_router.* has another `learning_rate` in 'tiny_al"
@@ -204,12 +212,10 @@ def test_the_number_of_processes_belongs_to_a_run(folder, tmp_path):
 
 
 def test_a_benchmark_changes_training(folder):
-    project = Project(folder, "tiny")
-    assert project.training("kl", "unconstrained", "muse_tiny").learning_rate == 1e-3
-    assert project.training("kl", "unconstrained", "wmdp_tiny").learning_rate == 5e-4
-    assert project.training("gd", "expert_specific", "muse_tiny").router_weight_decay == 0, (
-        "the method has the last word"
-    )
+    training = partial(Project(folder, "tiny").training, "tiny_a")
+    assert training("muse_tiny", "kl", "unconstrained").learning_rate == 1e-3
+    assert training("wmdp_tiny", "kl", "unconstrained").learning_rate == 5e-4
+    assert training("muse_tiny", "gd", "expert_specific").router_weight_decay == 0, "the method has the last word"
     edit(folder / "tiny.yaml", lambda c: c.update(benchmark_training={"muse_tinny": {}}))
     with pytest.raises(ConfigError, match="benchmark_training: unknown name 'muse_tinny'; did you mean 'muse_tiny'"):
         Project(folder, "tiny")
@@ -220,14 +226,17 @@ def test_runs_of_the_tiny_world():
     keys = project.run_keys()
     assert len(keys) == len(set(keys))
     assert ("tiny_a", "wmdp_tiny", "none", "original", 0) in keys, "baselines stand once, without objective"
-    assert sum(key[3] == "unconstrained" for key in keys) == len(project.world.objectives) * len(project.world.seeds)
+    assert str(keys[0]) == "tiny_a.wmdp_tiny.none.original.0"
+    assert project.results / keys[0].folder == Path("results/tiny/tiny_a/wmdp_tiny/none/original/0")
+    unconstrained = [key for key in keys if key.method == "unconstrained"]
+    assert len(unconstrained) == len(project.world.objectives) * len(project.world.seeds)
 
 
 def test_an_external_checkpoint_is_a_run_of_its_original_model(folder):
     world = {"extends": "tiny", "models": ["tiny_a", "tiny_b"], "external": {"mine": {"tiny_b": "saves/mine"}}}
     write_yaml(folder / "two.yaml", world)
     project = Project(folder, "two")
-    assert [key for key in project.run_keys() if key[3] == "mine"] == [("tiny_b", "wmdp_tiny", "none", "mine", 0)]
+    assert [key for key in project.run_keys() if key.method == "mine"] == [("tiny_b", "wmdp_tiny", "none", "mine", 0)]
     assert project.external == {"mine": {"tiny_b": "saves/mine"}} and "mine" in project.world.all_methods
     run = project.run("tiny_b", "wmdp_tiny", "none", "mine", 0)
     assert run.training is None and run.method.baseline == "external"
@@ -384,10 +393,7 @@ def test_a_finetuned_models_batches_are_shared_too(folder):
 
 
 def test_unknown_world_names_the_known_ones():
-    with pytest.raises(
-        ConfigError,
-        match="give one of paper, paper_ablations, paper_dense, paper_muse, record, record_main, record_muse, record_rates, record_replication, record_settings, single_gpu, single_gpu_muse, tiny, tiny_all, tiny_dense, tiny_erasure, tiny_erasure_averaged, tiny_erasure_further, tiny_erasure_held_out, tiny_erasure_objectives, tiny_erasure_tuning, tiny_fp8, tiny_large, tiny_muse, tiny_muse_tuning, tiny_retain, tiny_routed, tiny_shared, tiny_tuning or the path",
-    ):
+    with pytest.raises(ConfigError, match=f"give one of {', '.join(WORLDS)} or the path"):
         Project(CONFIG, "huge")
 
 
@@ -513,27 +519,25 @@ def test_overrides_go_from_general_to_particular(folder):
             overrides={"frozen_router": {"learning_rate": 0.5}, "rmu/frozen_router": {"learning_rate": 0.25}},
         ),
     )
-    project = Project(folder, "tiny")
-    assert project.training("gd", "frozen_router", "wmdp_tiny").learning_rate == 0.5
-    assert project.training("rmu", "frozen_router", "wmdp_tiny").learning_rate == 0.25
-    assert project.training("gd", "unconstrained", "wmdp_tiny") == Project(CONFIG, "tiny").training(
-        "gd", "unconstrained", "wmdp_tiny"
-    )
-    assert project.training("gd", "expert_specific", "wmdp_tiny").router_weight_decay == 0.0, "the method's own change"
-    assert project.training("rmu", "unconstrained", "wmdp_tiny").objective["layer"] == 2
-    assert project.training("gd", "ptc", "wmdp_tiny") is None
+    changed, before = (partial(Project(f, "tiny").training, "tiny_a", "wmdp_tiny") for f in (folder, CONFIG))
+    assert changed("gd", "frozen_router").learning_rate == 0.5
+    assert changed("rmu", "frozen_router").learning_rate == 0.25
+    assert changed("gd", "unconstrained") == before("gd", "unconstrained")
+    assert changed("gd", "expert_specific").router_weight_decay == 0.0, "the method's own change"
+    assert changed("rmu", "unconstrained").objective["layer"] == 2
+    assert changed("gd", "ptc") is None
 
 
 def test_settings_that_depend_on_each_other_may_stand_in_two_places(folder):
     """The control: what both places give is not valid."""
     both = {"frozen_router": {"max_steps": 100}, "gd/frozen_router": {"check_every": 25, "checkpoint_every": 50}}
     edit(folder / "tiny.yaml", lambda c: c.update(overrides=both))
-    training = Project(folder, "tiny").training("gd", "frozen_router", "wmdp_tiny")
+    training = Project(folder, "tiny").training("tiny_a", "wmdp_tiny", "gd", "frozen_router")
     assert (training.max_steps, training.check_every) == (100, 25)
     both["gd/frozen_router"]["check_every"] = 30
     edit(folder / "tiny.yaml", lambda c: c.update(overrides=both))
     with pytest.raises(ConfigError, match="tiny.yaml: overrides.*frozen_router: .*multiple of .check_every"):
-        Project(folder, "tiny").training("gd", "frozen_router", "wmdp_tiny")
+        Project(folder, "tiny").training("tiny_a", "wmdp_tiny", "gd", "frozen_router")
 
 
 def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
@@ -546,7 +550,8 @@ def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
     assert not Project(folder, "tiny_muse").trains_on_gpu("tiny_a_retrained"), (
         "the processes are those of its finetuning"
     )
-    assert large.training("rmu", "anchored", "wmdp_tiny").objective["layer"] < large.models["tiny_large"].layers
+    training = large.training("tiny_large", "wmdp_tiny", "rmu", "anchored")
+    assert training.objective["layer"] < large.models["tiny_large"].layers
 
 
 def test_a_step_of_every_method_takes_the_same_documents():
@@ -599,7 +604,7 @@ def test_a_world_that_extends_another_shares_its_results(folder):
     (folder / "less.yaml").write_text("extends: tiny\nextra_methods: {gd: [retrained]}\n")
     with pytest.raises(ConfigError, match="extra_methods.gd: 'retrained' has no objective; list it under `methods`"):
         Project(folder, "less")
-    extra = {key[2] for key in more.run_keys() if key[3] == "anchored_replay"}
+    extra = {key.objective for key in more.run_keys() if key.method == "anchored_replay"}
     assert extra == {"rmu"}, "under one objective only"
     (folder / "most.yaml").write_text("extends: more\nseeds: [0, 1, 2, 3]\n")
     most = Project(folder, "most")

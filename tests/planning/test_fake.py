@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.training import Training
 from gripmoe.constraints.build import build, held_bytes
 from gripmoe.geometry.nullspace import RetainBasis
@@ -118,7 +118,7 @@ def costs_of(config, folder, **world):
 
 def unlearning(model="olmoe", objective="gd", method="unconstrained", layers=2, processes=1, length=32, **change):
     """What `measure` is asked of a step of the paper's world, with shorter documents."""
-    training = PAPER.training(objective, "unconstrained", "wmdp_cyber").model_dump(mode="json")
+    training = PAPER.training(model, "wmdp_cyber", objective, "unconstrained").model_dump(mode="json")
     training |= {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "adversary_restart": 1, "optimizer": "adamw"}
     sizes = dict.fromkeys(("forget_batch_size", "retain_batch_size"), 2 // processes)
     training |= {"gradient_checkpointing": False, **sizes, **change}
@@ -364,7 +364,7 @@ def test_a_real_null_space_keeps_what_is_said():
     trace = dict.fromkeys(moe.layers, seen)
     bases = {layer: RetainBasis(torch.zeros(8, 64, 1)) for layer in moe.layers}
     constraint = build(method, trace, trace, bases=lambda _: bases, seed=0).constraint
-    constraint.start(moe, [], [])
+    constraint.start(moe, [])
     constraint.bases = None
     assert said["held"] - said["weights"] == pytest.approx(held_bytes(constraint), rel=0.01)
 

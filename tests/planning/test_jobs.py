@@ -9,9 +9,9 @@ import pytest
 
 from gripmoe.cli.main import main
 from gripmoe.cli.prepare_model import prepare_model
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.provenance import step_seconds
-from gripmoe.config.world import NO_OBJECTIVE
+from gripmoe.config.world import NO_OBJECTIVE, RunKey
 from gripmoe.io.files import read_json, write_json, write_yaml
 from gripmoe.planning import fake
 from gripmoe.planning.cost import Costs, Step, steps_of, what_would_fit
@@ -57,8 +57,8 @@ def changed(world, **changes):
 def test_what_is_there_is_not_planned(tmp_path):
     project = Project(CONFIG, "tiny")
     everything = jobs_left(project, tmp_path)
-    cell = next(cell for cell in project.run_keys() if cell[3] == "unconstrained")
-    write_json(tmp_path.joinpath(*map(str, cell), "checkpoint.json"), {})
+    key = next(key for key in project.run_keys() if key.method == "unconstrained")
+    write_json(tmp_path / key.folder / "checkpoint.json", {})
     left = jobs_left(project, tmp_path)
     assert [job.rule for job in set(everything) - set(left)] == ["unlearn"]
     recorded = {"trace_routing", "fit_basis"}
@@ -226,10 +226,9 @@ def test_what_one_method_took_says_nothing_of_another(tmp_path):
 def test_every_method_may_take_as_many_steps_as_any_other(world):
     project = Project(CONFIG, world)
     limits = {}
-    for cell in project.run_keys():
-        _, benchmark, objective, method, _ = cell
-        if objective != NO_OBJECTIVE and (training := project.training(objective, method, benchmark)):
-            limits.setdefault((objective, benchmark), set()).add(training.max_steps)
+    for key in project.run_keys():
+        if key.objective != NO_OBJECTIVE and (training := project.training(*key[:4])):
+            limits.setdefault((key.objective, key.benchmark), set()).add(training.max_steps)
     assert limits and all(len(of_a_benchmark) == 1 for of_a_benchmark in limits.values())
 
 
@@ -353,9 +352,9 @@ def test_models_that_no_run_needs_are_not_planned(tmp_path):
 
 def test_a_plan_tells_how_many_runs_are_outdated(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    key = ("tiny_a", "wmdp_tiny", "gd", "unconstrained", 0)
-    settings = Project(CONFIG, "tiny").run(*key).model_dump(mode="json")
-    folder = tmp_path.joinpath("results", "tiny", *map(str, key))
+    project, key = Project(CONFIG, "tiny"), RunKey("tiny_a", "wmdp_tiny", "gd", "unconstrained", 0)
+    settings = project.run(*key).model_dump(mode="json")
+    folder = tmp_path / project.results / key.folder
     for step in ("checkpoint", "evaluation", "attack"):
         write_json(folder / f"{step}.json", {})
     for rate, is_outdated in ((5e-4, False), (1e-3, True)):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
 

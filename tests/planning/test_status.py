@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from gripmoe.cli.main import main
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 from gripmoe.io.files import write_json, write_yaml
 from gripmoe.planning.status import CLUSTER_LOGS, run_status
 
@@ -189,9 +190,9 @@ def test_a_warning_is_no_state_unless_there_is_nothing_else(lines):
 
 def test_an_external_checkpoint_is_copied_first(tmp_path):
     (tmp_path / "others.yaml").write_text("extends: tiny\nexternal: {mine: saves/mine}\n")
-    project, key = Project(CONFIG, str(tmp_path / "others.yaml")), (*KEY[:-1], "none", "mine", 0)
+    project, key = Project(CONFIG, str(tmp_path / "others.yaml")), RunKey(*KEY[:-1], "none", "mine", 0)
     assert run_status(project, tmp_path, key) == ("import_checkpoint", "waits")
-    write_json(tmp_path.joinpath(*map(str, key), "checkpoint.json"), {"status": "external"})
+    write_json(tmp_path / key.folder / "checkpoint.json", {"status": "external"})
     assert run_status(project, tmp_path, key) == ("evaluate", "waits")
 
 

@@ -14,7 +14,8 @@ from conftest import small_model
 from gripmoe.attacks.base import QuestionSetting
 from gripmoe.attacks.relearning import from_other_facts, of_low_rank_experts
 from gripmoe.attacks.restoration import without_expert
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 from gripmoe.evaluation.questions import direct_answers, load_questions
 from gripmoe.io.files import write_json, write_jsonl
 from gripmoe.moe import MoEModel
@@ -55,7 +56,7 @@ def test_an_attempt_takes_all_steps_and_is_measured_on_dev_and_test_questions(re
         write_json(folder / "checkpoint.json", {"status": "not_reached", "steps": run.training.max_steps})
 
     monkeypatch.setitem(script["attempt"].__globals__, "train", trained)
-    key = "tiny_a", "wmdp_tiny_erasure", "unlikelihood", "frozen_router", 0
+    key = RunKey("tiny_a", "wmdp_tiny_erasure", "unlikelihood", "frozen_router", 0)
     project = Project(WORKFLOW / "config", "tiny_erasure_tuning")
     row = script["attempt"](project, results, key, 80, {"sharpness_radius": 0.5, "alpha": 2.0})
     (run,) = asked

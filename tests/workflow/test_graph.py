@@ -13,7 +13,8 @@ import yaml
 from snakemake_executor_plugin_slurm.submit_string import get_submit_command
 
 from edits import edit
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 from gripmoe.io.files import write_yaml
 from snakemake_runs import ROOT, SMOKE, planned, snakemake
 
@@ -219,10 +220,10 @@ def test_the_page_of_ended_runs_asks_for_no_other_data(tmp_path):
 
 def configured(folder, method, **change):
     """The run.yaml of a run of the smoke world, with some other settings."""
-    key = ("smoke", "wmdp_smoke", "gd", method, 0)
+    key = RunKey("smoke", "wmdp_smoke", "gd", method, 0)
     run = Project(ROOT / "workflow" / "config", str(SMOKE)).run(*key).model_dump(mode="json")
     run["training"] = run["training"] and run["training"] | change
-    write_yaml(folder.joinpath("results", "smoke", *map(str, key), "run.yaml"), run)
+    write_yaml(folder / "results" / "smoke" / key.folder / "run.yaml", run)
 
 
 def test_without_its_records_snakemake_does_not_take_a_run_of_other_settings(tmp_path):

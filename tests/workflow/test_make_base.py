@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.files import write_json
 
 WORKFLOW = Path(__file__).parents[2] / "workflow"
@@ -13,11 +13,9 @@ def test_a_training_is_repeated_if_its_settings_or_its_base_have_changed(tmp_pat
     script = runpy.run_path(str(WORKFLOW / "make_base.py"))
     models, trained = dict(Project(WORKFLOW / "config", "tiny").models), []
 
-    def command(arguments):
-        output = Path(arguments[arguments.index("--output") + 1])
+    def command(name, output, **flags):
         trained.append(output.parent.name)
         write_json(output, {"weights": f"those of training {len(trained)}"})
-        return 0
 
     monkeypatch.setitem(script["trained"].__globals__, "command", command)
     script["trained"]("tiny_a", models, tmp_path)

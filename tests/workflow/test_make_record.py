@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import write_json
 
@@ -19,16 +19,14 @@ PROJECT = Project(ROOT / "workflow" / "config", "record_main")
 
 def finish(results, keys):
     for key in keys:
-        folder = script["folder"](results, key)
-        folder.mkdir(parents=True)
-        (folder / "attack.json").write_text("{}")
+        write_json(results / key.folder / "attack.json", {})
 
 
 def test_a_block_covers_all_base_models_and_all_blocks_cover_the_world():
     found = list(script["blocks"](PROJECT))
     for name, keys in found:
-        assert {key[0] for key in keys} == set(PROJECT.world.models), name
-        assert len({(key[2], key[4]) for key in keys if key[2] != NO_OBJECTIVE}) == 1, name
+        assert {key.model for key in keys} == set(PROJECT.world.models), name
+        assert len({(key.objective, key.seed) for key in keys if key.objective != NO_OBJECTIVE}) == 1, name
     assert {key for _, keys in found for key in keys} == set(PROJECT.run_keys())
     assert [name for name, _ in islice(found, 2)] == ["record_main, gd, seed 0", "record_main, kl, seed 0"]
 
@@ -36,8 +34,8 @@ def test_a_block_covers_all_base_models_and_all_blocks_cover_the_world():
 def test_what_is_there_is_not_missing_and_takes_no_time(tmp_path):
     times = pd.Series({"unlearn": 40.0, "realign": 5.0, "evaluate": 10.0, "attack": 15.0, "prepare_model": 100.0})
     runs = PROJECT.run_keys()
-    trained = [key for key in runs if PROJECT.methods[key[3]].trains]
-    corrected = [key for key in runs if PROJECT.methods[key[3]].corrects]
+    trained = [key for key in runs if PROJECT.methods[key.method].trains]
+    corrected = [key for key in runs if PROJECT.methods[key.method].corrects]
     models = 100 * len(PROJECT.models_needed)
     whole = 40 * len(trained) + 5 * len(corrected) + 25 * len(runs) + models
     assert list(script["remaining"]([PROJECT], tmp_path, times)) == [pytest.approx(whole)]

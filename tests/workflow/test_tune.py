@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.files import write_json, write_text
 
 SCRIPT = Path(__file__).parents[2] / "workflow" / "tune.py"
@@ -106,7 +106,7 @@ def test_models_data_and_traces_are_made_first(tune, monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", ran)
     project = Project(tune.CONFIG, "tiny_muse_tuning")
-    folder = SCRIPT.parents[1] / "results" / project.results_name
+    folder = SCRIPT.parents[1] / project.results
     tune.prepare(project, folder, ["tiny_news_tuning_a"], "muse_tiny", cores=2)
     made = ["models/tiny_news_tuning_a_retrained/model.json", "tiny_news_tuning_a/muse_tiny/routing.json"]
     assert asked[-2:] == [f"results/tiny/{name}" for name in made] and f"world={project.world_file}" in asked

@@ -7,7 +7,7 @@ rule attack:
         model=MODEL,
         checkpoint=run_checkpoint,
         evaluation=f"{RUN}/evaluation.json",  # for the order alone: both steps lock the run's folder
-        rewrites=rewrites_of if REWRITES else [],
+        rewrites=lambda w: list(PROJECT.benchmarks[w.benchmark].rewrites.values()),
         data=data_files(
             "forget_questions",
             "retain_questions",

@@ -1,5 +1,7 @@
 # Routing traces, and the retain bases of Method A. Later rules depend on the small digests (.json) of these large files.
 
+FIT_THREADS = 16 if ON_GPU else 1  # decompositions take hours for a published model
+
 
 rule trace_routing:
     input:
@@ -43,7 +45,7 @@ rule fit_basis:
         ENVIRONMENT
     threads: FIT_THREADS
     resources:
-        mem_mb=memory_for(1),
+        mem_mb=memory_for(),
         runtime=growing(360 if ON_GPU else 60),
     params:
         settings=lambda w: canonical(PROJECT.methods[w.method]),

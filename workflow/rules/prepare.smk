@@ -1,9 +1,16 @@
 # Data, models, and the resolved configuration of each run.
 
+LETTERS = [name for name in WORLD.benchmarks if name not in NEWS]
+FINETUNED = [name for name in PROJECT.models_needed if PROJECT.models[name].source == "finetuned"]
+PREPARED = [name for name in PROJECT.models_needed if name not in FINETUNED]
+
 
 rule prepare_data:
     input:
-        published_data,
+        # the files of data sets that are folders
+        lambda w: sorted(
+            {file for data in PROJECT.benchmarks[w.benchmark].data.sources for file in local_files(data, "**/*")}
+        ),
     output:
         multiext(
             f"{DATA}/",
@@ -52,7 +59,7 @@ use rule prepare_data as prepare_news with:
 rule prepare_model:
     input:
         base=lambda w: [MODEL.format(model=base) for base in [PROJECT.models[w.model].made_from] if base],
-        files=published_files,
+        files=lambda w: local_files(PROJECT.models[w.model].id) if PROJECT.models[w.model].source == "published" else [],
     output:
         MODEL,
     log:
@@ -64,7 +71,7 @@ rule prepare_model:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=memory_for(1),
+        mem_mb=memory_for(),
         gpu=lambda w: int(PROJECT.trains_on_gpu(w.model)),
         runtime=growing(240),
     params:
@@ -79,7 +86,10 @@ rule prepare_model:
 rule finetune_model:
     input:
         base=lambda w: MODEL.format(model=PROJECT.models[w.model].base),
-        data=finetuning_data,
+        data=lambda w: [
+            f"{DATA}/{name}.jsonl".format(benchmark=PROJECT.models[w.model].benchmark)
+            for name in ("knowmem", "verbmem", "privleak", "forget_corpus", "retain_corpus", "held_out_corpus")
+        ],
     output:
         MODEL,
     log:
@@ -89,10 +99,10 @@ rule finetune_model:
     priority: 100
     conda:
         ENVIRONMENT
-    threads: THREADS if ON_GPU else PROCESSES
+    threads: THREADS if ON_GPU else processes_of
     resources:
-        **gpu_resources(PROCESSES),
-        processes=PROCESSES,
+        **gpu_resources(processes_of),
+        processes=processes_of,
         runtime=growing(720),
     params:
         data=folder_of,
@@ -118,6 +128,6 @@ rule configure:
     conda:
         ENVIRONMENT
     params:
-        settings=run_settings,
+        settings=lambda w: canonical(PROJECT.run(w.model, w.benchmark, w.objective, w.method, int(w.seed))),
     shell:
         "gripmoe configure --settings {params.settings:q} --output {output} > {log} 2>&1"

@@ -1,9 +1,38 @@
 # Tidy tables of all runs, one notebook per table and figure, and a page of all runs, attacks and questions.
 
+import json
+import os
+
+from gripmoe.reporting import RENDERING
+
+RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
+# Notebooks look for these beside RUNS: the checks of training, the answers to every item, the attacks on every item.
+HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
+ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
+ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
+# Relative, as all inputs: Snakemake recognizes a file by its path, and a checkout may lie elsewhere.
+NOTEBOOKS = os.path.relpath(Path(workflow.basedir).resolve() / "notebooks")
+FIGURES = f"paper_figures/{PROJECT.name}"
+ARTEFACTS = [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in PROJECT.artefacts[name].formats]
+EXPLORER = f"{FIGURES}/explorer.html"
+MANIFEST = f"{FIGURES}/manifest.json"
+
+# The runs that are shown: all of the world; with `--config partial=1`, those that have ended.
+SHOWN = PROJECT.run_keys()
+if config.get("partial"):
+    SHOWN = [key for key in SHOWN if Path(RESULTS, key.folder, "attack.json").exists()]
+    if not SHOWN and workflow.is_main_process:
+        raise WorkflowError(f"--config partial: no run of {PROJECT.name} has ended; leave it out")
+SHOWN_BENCHMARKS = list(dict.fromkeys(key.benchmark for key in SHOWN))
+
 
 rule collect:
     input:
-        run_files("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"),
+        [
+            f"{RESULTS}/{key.folder}/{name}"
+            for key in SHOWN
+            for name in ("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv")
+        ],
     output:
         runs=RUNS,
         histories=HISTORIES,
@@ -17,7 +46,7 @@ rule collect:
         mem_mb=growing(8000),
         runtime=growing(30),
     params:
-        folders=sorted(run_folders()),
+        folders=sorted(f"{RESULTS}/{key.folder}" for key in SHOWN),
         code=code_fingerprint("gripmoe.cli.collect:collect"),
     shell:
         "gripmoe collect {params.folders} --output {output.runs} --histories {output.histories}"
@@ -25,6 +54,13 @@ rule collect:
 
 
 for artefact in WORLD.artefacts:
+    notebook = Path(NOTEBOOKS, f"{artefact}.ipynb")
+    if not notebook.exists():
+        raise WorkflowError(
+            f"artefacts: {artefact!r} has no {notebook}, which renders it: copy that of a table or figure like it, and "
+            "change what it draws"
+        )
+    first_cell = json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]["source"]
 
     rule:
         name:
@@ -59,7 +95,7 @@ for artefact in WORLD.artefacts:
             runtime=growing(30),
         params:
             code=code_fingerprint(*RENDERING),
-            about=introduction(f"{NOTEBOOKS}/{artefact}.ipynb"),
+            about="".join(first_cell).partition("\n")[2].strip(),  # below the heading: its caption in the report
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 
@@ -70,7 +106,7 @@ rule explore:
         tables=[HISTORIES, ANSWERS, ATTACKS],
         data=[
             f"{DATA}/{name}.jsonl".format(benchmark=benchmark)
-            for benchmark in shown_benchmarks()
+            for benchmark in SHOWN_BENCHMARKS
             for name in (("knowmem", "verbmem") if benchmark in NEWS else ("forget_questions", "retain_questions"))
         ],
     output:
@@ -83,7 +119,7 @@ rule explore:
         mem_mb=growing(8000),
         runtime=growing(30),
     params:
-        folders=[DATA.format(benchmark=benchmark) for benchmark in shown_benchmarks()],
+        folders=[DATA.format(benchmark=benchmark) for benchmark in SHOWN_BENCHMARKS],
         code=code_fingerprint("gripmoe.cli.explore:explore", "gripmoe.reporting.explorer", *RENDERING),
     shell:
         "gripmoe explore {params.folders} --runs {input.runs} --output {output} > {log} 2>&1"
@@ -91,7 +127,7 @@ rule explore:
 
 rule manifest:
     input:
-        artefacts=artefact_files(),
+        artefacts=ARTEFACTS,
         explorer=EXPLORER,
         notebooks=[f"{NOTEBOOKS}/{artefact}.ipynb" for artefact in WORLD.artefacts],
         runs=RUNS,

@@ -1,5 +1,17 @@
 # Training of a run, correction of the routers of a finished run (Method B), or a copy of a model unlearned elsewhere.
 
+import re
+
+ORIGINALS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
+
+# Else a mistyped folder would count as a hub id when its job runs.
+for name, folders in PROJECT.external.items():
+    for source in folders.values():
+        if not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", source):
+            raise WorkflowError(
+                f"{PROJECT.world_file}: external.{name}: no folder {source}; correct it, or give a hub id"
+            )
+
 
 rule unlearn:
     input:
@@ -12,7 +24,7 @@ rule unlearn:
         routing=f"{ROUTING}.json",
         trace=ancient(f"{ROUTING}.safetensors"),
         forget_trace=ancient(f"{ROUTING}_forget.safetensors"),
-        bases=bases_of,
+        bases=lambda w: [f"{BASES}.json".format(**w)] if PROJECT.methods[w.method].has_bases else [],
     output:
         checkpoint=f"{RUN}/checkpoint.json",
         history=f"{RUN}/history.json",
@@ -24,19 +36,20 @@ rule unlearn:
     priority: 10
     conda:
         ENVIRONMENT
-    threads: THREADS if ON_GPU else PROCESSES
+    threads: THREADS if ON_GPU else processes_of
     resources:
-        **gpu_resources(PROCESSES),
-        processes=PROCESSES,
+        **gpu_resources(processes_of),
+        processes=processes_of,
         runtime=growing(720),
-        checkpoint_every=checkpoint_every,
+        # A resource, since it changes no result: a run goes on when it changes.
+        checkpoint_every=lambda w: PROJECT.training(w.model, w.benchmark, w.objective, w.method).checkpoint_every,
         original_gb=WORLD.original_memory,
         basis_gb=WORLD.basis_memory,
         basis_host_gb=WORLD.basis_host_memory,
     params:
         data=folder_of,
         original_answers=ORIGINALS,
-        bases=bases_flag,
+        bases=lambda w: f"--bases {BASES}.safetensors".format(**w) if PROJECT.methods[w.method].has_bases else "",
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),
     shell:
@@ -52,7 +65,7 @@ rule realign:
     input:
         run=f"{RUN}/run.yaml",
         model=MODEL,
-        checkpoint=corrected_checkpoint,
+        checkpoint=lambda w: f"{RUN}/checkpoint.json".format(**{**w, "method": PROJECT.methods[w.method].corrects}),
         retain_corpus=f"{DATA}/retain_corpus.jsonl",
         routing=f"{ROUTING}.json",
         trace=ancient(f"{ROUTING}.safetensors"),
@@ -93,7 +106,7 @@ rule edit_weights:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=memory_for(1),
+        mem_mb=memory_for(),
         runtime=growing(60),
     params:
         data=folder_of,
@@ -106,7 +119,7 @@ rule import_checkpoint:
     input:
         run=f"{RUN}/run.yaml",  # not read, but awaited: the command locks the folder, which removes half-written files
         model=MODEL,
-        files=external_files,
+        files=lambda w: local_files(PROJECT.external[w.method][w.model]),  # none of a hub id
     output:
         f"{RUN}/checkpoint.json",
     log:
@@ -118,10 +131,10 @@ rule import_checkpoint:
         ENVIRONMENT
     threads: 1
     resources:
-        mem_mb=memory_for(1),
+        mem_mb=memory_for(),
         runtime=growing(60),
     params:
-        external=external_source,
+        external=lambda w: PROJECT.external[w.method][w.model],  # folder or hub id
         code=code_fingerprint("gripmoe.cli.import_checkpoint:import_checkpoint"),
     shell:
         "gripmoe import-checkpoint --model {input.model} --external {params.external:q} --output {output} > {log} 2>&1"

@@ -10,8 +10,8 @@ import typer
 
 from gripmoe.cli.options import ConfigFolder, World
 from gripmoe.config.catalogues import Catalogues
-from gripmoe.config.grid import Project
-from gripmoe.config.world_files import results_of, world_files
+from gripmoe.config.project import Project
+from gripmoe.config.world_files import world_content, world_files
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import remove as remove_path
 from gripmoe.io.locks import exclusive
@@ -50,11 +50,12 @@ def clean(
     others = []
     for file in world_files(config):
         try:
-            others += [Project(config, file.stem, catalogues)] if file.stem != project.name else []
+            others += [Project(config, file.stem, catalogues, compare=False)] if file.stem != project.name else []
         except ConfigError as error:
-            if results_of(config, file) == project.results_name:  # else it shares nothing
+            _, files = world_content(config, file)
+            if files[-1].stem == project.results_name:  # else it shares nothing
                 raise ConfigError(f"{error}. This world shares results with {world}; mend it first") from None
-    results = Path("results", project.results_name)
+    results = project.results
     known = {f"runs_{each.name}.csv" for each in (project, *others)}
     if unknown := sorted(file for file in results.glob("runs_*.csv") if file.name not in known):
         raise ConfigError(
@@ -89,15 +90,15 @@ def written(project: Project) -> set[str]:
     patterns |= {f"{table}_{name}.csv" for table in TABLES} | {f"logs/{rule}_{name}.log" for rule in NAMED}
     patterns |= {f"models/{model}" for model in models}
     steps = set(models)
-    for model, benchmark, objective, method, seed in project.run_keys():
+    for key in project.run_keys():
+        model, benchmark, method = key.model, key.benchmark, key.method
         pair = f"{model}/{benchmark}"
-        patterns |= {f"{pair}/{objective}/{method}/{seed}", f"{pair}/bases/{method}.*", f"data/{benchmark}"}
+        patterns |= {str(key.folder), f"{pair}/bases/{method}.*", f"data/{benchmark}"}
         patterns |= {f"{pair}/routing.*", f"{pair}/routing_forget.*", f"{pair}/original_answers"}
-        steps |= {benchmark, f"{model}.{benchmark}", f"{model}.{benchmark}.{method}"}
-        steps.add(f"{model}.{benchmark}.{objective}.{method}.{seed}")
+        steps |= {benchmark, f"{model}.{benchmark}", f"{model}.{benchmark}.{method}", str(key)}
     for step in steps:
         patterns.add(f"logs/*/{step}.log")
-    return {f"paper_figures/{name}", *(f"results/{project.results_name}/{pattern}" for pattern in patterns)}
+    return {f"paper_figures/{name}", *(f"{project.results}/{pattern}" for pattern in patterns)}
 
 
 def _found(patterns: Iterable[str]) -> set[Path]:

@@ -78,8 +78,6 @@ def _news(model, tokenizer, data: Path, retrained_auc: float) -> tuple[dict[str,
     news = News.load(data)
     scores = news_scores(model, tokenizer, news, "test")
     metrics = {name: mean_score(items) for name, items in scores.items()}
-    metrics |= {f"num_{name}": len(items) for name, items in scores.items()}
     metrics |= leakage(model, tokenizer, news.privleak)
-    metrics["retrained_auc_min_40"] = retrained_auc
     metrics["privleak"] = privacy_leakage(metrics["auc_min_40"], retrained_auc)
     return metrics, [{"criterion": n, "id": i, "score": score} for n in scores for i, score in scores[n].items()]

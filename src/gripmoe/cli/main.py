@@ -18,7 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from gripmoe import __version__
 from gripmoe.cli.fork_server import run_on_server
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.imports import extra_of, without
+from gripmoe.io.imports import extra_of, missing_module_message
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 RESUMED = ("attack", "audit", "finetune-model", "prepare-model", "unlearn")  # after an interruption
@@ -124,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         module = (error.name or "").partition(".")[0]
         if extra_of(module) is None:
             raise
-        called, message, code = f"gripmoe {arguments[0]}", without(module), 2
+        called, message, code = f"gripmoe {arguments[0]}", missing_module_message(module), 2
     except typer.TyperException as error:  # of its parser
         context = getattr(error, "ctx", None)
         called, code = context.command_path if context else "gripmoe", error.exit_code

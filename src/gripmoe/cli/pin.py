@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
 
 from gripmoe.cli.options import ConfigFolder, World
-from gripmoe.config.benchmarks import PublishedData, PublishedNews
-from gripmoe.config.grid import Project
-from gripmoe.config.models import PublishedModel
+from gripmoe.config.project import Project
 from gripmoe.io.errors import ConfigError
+from gripmoe.planning.revisions import unpinned
 
 
 def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")) -> None:
@@ -45,21 +43,3 @@ def pin(*, world: World = "tiny", config: ConfigFolder = Path("workflow/config")
         print(f"# add to {config / file}\n{yaml.safe_dump(entries, sort_keys=False, width=120)}")
     if not missing:
         print("Everything that this world reads from the hub has a revision.")
-
-
-def unpinned(project: Project) -> Iterator[tuple[str, tuple[str, ...], str, str]]:
-    """Models and data sets that a world names by hub id without a revision: file, keys to the revision, kind and id."""
-    world = project.world
-    names = {name: project.models[name] for name in world.models}
-    bases = {model.base: project.models[model.base] for model in names.values() if model.source == "finetuned"}
-    for name, model in {**names, **bases}.items():
-        if isinstance(model, PublishedModel) and model.revision is None and not Path(model.id).exists():
-            yield "models.yaml", (name, "revision"), "model", model.id
-    for name in world.benchmarks:
-        data = project.benchmarks[name].data
-        if isinstance(data, PublishedNews) and data.revision is None and not Path(data.repository).exists():
-            yield "benchmarks.yaml", (name, "data", "revision"), "dataset", data.repository
-        elif isinstance(data, PublishedData):
-            for repository in data.sources:
-                if repository not in data.revisions and not Path(repository).exists():
-                    yield "benchmarks.yaml", (name, "data", "revisions", repository), "dataset", repository

@@ -13,11 +13,11 @@ import typer
 from tqdm import tqdm
 
 from gripmoe.cli.options import ConfigFolder, World
-from gripmoe.cli.pin import unpinned
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning.cost import TFLOPS, Cost, Costs, Step, steps_of, what_would_fit
 from gripmoe.planning.jobs import Job, check_budget, disk_needed, jobs_left, that_count
+from gripmoe.planning.revisions import unpinned
 from gripmoe.planning.status import run_status
 
 LEAST = 1e-3  # of speeds and memories
@@ -51,7 +51,7 @@ def plan(
       gripmoe plan --world paper --gpu-memory 141 --budget 200
     """
     project = Project(config, world)
-    results = Path("results") / project.results_name
+    results = project.results
     costs = Costs(project, results)
     steps = steps_of(project)
     for step in tqdm(steps, desc="measuring steps", file=sys.stderr, disable=None):  # minutes, the first time

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from gripmoe.cli.options import ConfigFolder, World
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.planning.status import kept_originals, run_status
 
 
@@ -24,13 +24,12 @@ def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/confi
       gripmoe status --world tiny
     """
     project = Project(config, world)
-    results = Path("results") / project.results_name
     counts: Counter[str] = Counter()
     for key in project.run_keys():
-        rule, detail = run_status(project, results, key)
+        rule, detail = run_status(project, project.results, key)
         counts[rule] += 1
         if rule != "done":
-            print(f"{'.'.join(map(str, key)):<48} {rule:<9} {detail}")
-    for folder, size in kept_originals(project, results).items():
+            print(f"{key!s:<48} {rule:<9} {detail}")
+    for folder, size in kept_originals(project, project.results).items():
         print(f"{folder}: {size:.3g} GB")
     print(", ".join(f"{count} {rule}" for rule, count in counts.items()))

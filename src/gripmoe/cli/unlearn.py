@@ -17,7 +17,7 @@ from gripmoe.config.reading import parse_as
 from gripmoe.config.training import Training
 from gripmoe.config.world import load_run
 from gripmoe.constraints.build import build
-from gripmoe.constraints.original import OriginalStore
+from gripmoe.constraints.original_files import OriginalStore
 from gripmoe.constraints.realignment import make_correction
 from gripmoe.data.corpora import Corpora, load_corpus
 from gripmoe.data.documents import collate

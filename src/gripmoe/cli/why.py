@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from gripmoe.cli.options import World
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.errors import ConfigError
 from gripmoe.planning.status import changes
 
@@ -34,10 +34,10 @@ def why(
       gripmoe why tiny_a.wmdp_tiny.gd.expert_specific
     """
     project = Project(Path("workflow", "config"), world)  # the folder that the Snakefile reads
-    known = [".".join(map(str, key)) for key in project.run_keys()]
-    if not any(f"{name}.".startswith(f"{run}.") for name in known):
-        close = difflib.get_close_matches(run, known, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"one of them is {known[0]}"
+    keys = {str(key): key for key in project.run_keys()}
+    if not any(f"{name}.".startswith(f"{run}.") for name in keys):
+        close = difflib.get_close_matches(run, keys, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"one of them is {next(iter(keys))}"
         raise ConfigError(f"no run of {world} is or begins with {run}; {hint}")
     profile = Path("workflow", "profiles", "local")  # whose settings decide too what is repeated
     command = [sys.executable, "-m", "snakemake", "-n", "--profile", str(profile), "--config", f"world={world}"]
@@ -51,10 +51,8 @@ def why(
         reason = re.search(r"reason: (.*)", block)
         if name and reason and f"{name}.".startswith(f"{run}."):
             jobs[name][re.match(r"(?:local)?rule (.*?):", block)[1]] = reason[1]
-    results = Path("results", project.results_name)
     for name, reasons in jobs.items():
-        key = name.split(".")
-        causes = changes(project, results, key) if len(key) == 5 else []
+        causes = changes(project, project.results, keys[name]) if name in keys else []
         causes = causes or [re.sub(r"^Params have changed.*", CHANGED, next(iter(reasons.values())))]
         print(f"{name}: {', '.join(reasons)} would run, because {'; '.join(causes)}")
     if not jobs:

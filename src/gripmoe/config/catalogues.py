@@ -32,7 +32,10 @@ class Catalogues:
         added = read_catalogue(self.methods_file, Method) if self.methods_file.exists() else {}
         self.methods = joined(method_table(), added, f"{TABLE} has a method", self.methods_file)
         rows = read_catalogue(own, OwnObjective) if own.exists() else {}
-        self.own_objectives = {name: _found(row.path, f"{own}: {name}.class") for name, row in rows.items()}
+        self.own_objectives = {
+            name: OwnClass(path=row.path, sha256=_module_digest(row.path, f"{own}: {name}.class"))
+            for name, row in rows.items()
+        }
         registered = {name: row.registered() for name, row in rows.items()}
         self.objectives = joined(OBJECTIVES, registered, "gripmoe has an objective", own)
 
@@ -47,11 +50,12 @@ def joined(table: dict, added: dict, taken: str, where: Path | str) -> dict:
 def own_code(benchmark: Benchmark, key: Literal["attacks", "metrics"]) -> list[str]:
     """Digests of the files of a benchmark's own attacks or metrics. Raises ConfigError if a file is not found."""
     paths = getattr(benchmark, key)
-    return [_found(path, f"benchmarks.yaml: {key}.{name}").sha256 for name, path in paths.items()]
+    return [_module_digest(path, f"benchmarks.yaml: {key}.{name}") for name, path in paths.items()]
 
 
-def _found(path: str, where: str) -> OwnClass:
-    """A class or function of the user by its path, with the digest of the module's file, which is not imported here."""
+def _module_digest(path: str, where: str) -> str:
+    """The digest of the file that defines a class or function, "module:name". The module is not imported. Raises
+    ConfigError, naming `where`, if the file is not found or has no such name."""
     module, _, name = path.partition(":")
     try:
         spec = importlib.util.find_spec(module)
@@ -64,7 +68,7 @@ def _found(path: str, where: str) -> OwnClass:
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "name what it defines"
         raise ConfigError(f"{where}: {file} has no {name!r}; {hint}")
-    return OwnClass(path=path, sha256=file_digest(file))
+    return file_digest(file)
 
 
 def _names_in(file: Path) -> set[str]:

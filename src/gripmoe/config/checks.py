@@ -12,7 +12,7 @@ from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gripmoe.config.grid import Project
+    from gripmoe.config.project import Project
 
 
 def check(project: Project) -> None:
@@ -133,9 +133,10 @@ def _check_training(project: Project) -> None:
     for objective, training in project.world.objective_training.items():
         where = f"objective_training.{objective}.objective"
         project.check_objective(objective, training.get("objective", {}), project.world_file, where)
-    for benchmark, objective, method in dict.fromkeys(key[1:4] for key in project.run_keys()):
-        if objective != NO_OBJECTIVE:
-            project.training(objective, method, benchmark)
+    runs = {(key.benchmark, key.objective, key.method): key for key in project.run_keys()}  # models change no error
+    for key in runs.values():
+        if key.objective != NO_OBJECTIVE:
+            project.training(key.model, key.benchmark, key.objective, key.method)
 
 
 def _references(project: Project) -> Iterator[tuple[Collection[str], Collection[str], str]]:

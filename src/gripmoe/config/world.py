@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PositiveInt
 
@@ -64,6 +64,24 @@ class OwnClass(Strict):
 
     path: str
     sha256: str
+
+
+class RunKey(NamedTuple):
+    """The key of a run: what it is of, and its seed."""
+
+    model: str
+    benchmark: str
+    objective: str
+    method: str
+    seed: int
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self))
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run, below the results of its world."""
+        return Path(*map(str, self))
 
 
 class Run(Strict):

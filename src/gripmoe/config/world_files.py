@@ -15,11 +15,6 @@ def world_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.yaml") if path.stem not in CATALOGUES)
 
 
-def results_of(folder: Path, file: Path) -> str:
-    """The name of the results of a world: that of the world that it extends in the end, or its own."""
-    return [file, *world_content(folder, file)[1]][-1].stem
-
-
 def find_world(folder: Path, world: str) -> tuple[str, Path]:
     """Name and file of a world, given by its name in the configuration folder or by the path of a YAML file."""
     path = Path(world) if world.endswith((".yaml", ".yml")) else folder / f"{world}.yaml"
@@ -41,7 +36,8 @@ def find_world(folder: Path, world: str) -> tuple[str, Path]:
 
 
 def world_content(folder: Path, file: Path) -> tuple[dict, list[Path]]:
-    """The content of a world file over that of the worlds that it extends, and the files of these."""
+    """The content of a world file over that of the worlds that it extends; and all their files, its own first. The name
+    of the last one is that of the results."""
     content, files = read_mapping(file), [file]
     while "extends" in content:
         extended, where = content.pop("extends"), f"{files[-1]}: extends"
@@ -55,4 +51,4 @@ def world_content(folder: Path, file: Path) -> tuple[dict, list[Path]]:
             raise ConfigError(f"{file}: extends: {name!r} extends itself")
         content = {**read_mapping(base_file), **content}
         files.append(base_file)
-    return content, files[1:]
+    return content, files

@@ -18,8 +18,8 @@ def extra_of(module: str) -> str | None:
     return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 
-def without(module: str) -> str:
-    """The error message for a missing module of an extra."""
+def missing_module_message(module: str) -> str:
+    """What to install, for a module of an extra."""
     return f"needs {module}, which is not installed: pip install 'gripmoe[{extra_of(module)}]'"
 
 
@@ -27,7 +27,7 @@ def require_extras(*extras: str) -> None:
     """Raises ModuleNotFoundError, naming the extra, if one of its modules is missing. Call it before long work."""
     for module in sorted(set().union(*(EXTRAS[extra] for extra in extras))):
         if importlib.util.find_spec(module) is None:
-            raise ModuleNotFoundError(without(module), name=module)
+            raise ModuleNotFoundError(missing_module_message(module), name=module)
 
 
 def imported(path: str, where: str) -> Any:

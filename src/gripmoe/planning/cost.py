@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import Project
 from gripmoe.config.models import PublishedModel
+from gripmoe.config.project import Project
 from gripmoe.config.provenance import package_versions
+from gripmoe.config.world import RunKey
 from gripmoe.io.files import read_json, write_json
 
 GB = 1e9
@@ -51,6 +52,11 @@ class Step:
     benchmark: str = ""
     objective: str = ""
     method: str = ""
+
+    @classmethod
+    def of_run(cls, what: str, key: RunKey) -> Step:
+        """A step of a run: `what` is "unlearn" or "undo"."""
+        return cls(key.model, what, key.benchmark, key.objective, key.method)
 
     @property
     def kind(self) -> str:
@@ -207,7 +213,7 @@ class Costs:
 
     def _unlearning(self, step: Step) -> dict[str, Any]:
         project, method = self.project, self.project.methods[step.method]
-        training = project.training_of(step.model, step.objective, step.method, step.benchmark)
+        training = project.training(step.model, step.benchmark, step.objective, step.method)
         processes = project.processes(step.model, step.method)
         passes = processes * training.gradient_accumulation
         in_part = {"run": training.objective["layer"] + 1} if "layer" in training.objective else {}
@@ -306,10 +312,9 @@ def steps_of(project: Project) -> list[Step]:
             steps += [Step(name, what, benchmark) for benchmark in asked for what in ("evaluate", "attack")]
             steps += [Step(name, "finetune_model")] * (project.models[name].source == "finetuned")
             steps += [Step(name, "relearning")] * bool(project.world.relearning)
-            keys = [key for key in project.run_keys() if key[0] == name and project.methods[key[3]].trains]
-            steps += dict.fromkeys(Step(name, "unlearn", *key[1:4]) for key in keys)
-            keys = [key for key in project.run_keys() if key[0] == name and project.methods[key[3]].undo]
-            steps += dict.fromkeys(Step(name, "undo", *key[1:4]) for key in keys)
+            runs = [(key, project.methods[key.method]) for key in project.run_keys() if key.model == name]
+            steps += dict.fromkeys(Step.of_run("unlearn", key) for key, method in runs if method.trains)
+            steps += dict.fromkeys(Step.of_run("undo", key) for key, method in runs if method.undo)
     return steps
 
 

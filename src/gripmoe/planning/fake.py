@@ -188,7 +188,7 @@ def _replaced() -> Iterator[Memory]:
         uncounted = memory.uncounted(getattr(ShardingPropagator, shapes))
         stack.enter_context(patch.object(ShardingPropagator, shapes, uncounted))
         stack.enter_context(patch.object(steps, "TIMED_PAIRS", 0))
-        stack.enter_context(patch.object(attack, "kept", lambda _: nullcontext()))
+        stack.enter_context(patch.object(attack, "restored", lambda *_, **__: nullcontext()))
         if distributed.processes() > 1:
             everywhere = lambda local_N: torch.cat([local_N] * distributed.processes())  # noqa: E731
             stack.enter_context(patch.object(distributed, "gathered", everywhere))

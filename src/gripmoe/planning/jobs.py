@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json
 from gripmoe.planning.cost import GB, TFLOPS, Cost, Costs, Step
@@ -48,9 +49,9 @@ class Job:
 
 
 RUN = "{}/{}/{}/{}/{}"
-Key = tuple  # the parts of (model, benchmark, objective, method, seed) that a step depends on
+Parts = tuple  # the parts of a run's key that a step depends on
 DATA = "data/{}/retain_corpus.jsonl"  # one of the files of `prepare_data` and `prepare_news`
-OUTPUTS = {  # JSON by rule, below the results, from the parts of a step's key
+OUTPUTS = {  # JSON by rule, below the results, from the parts that the step depends on
     **dict.fromkeys(("prepare_model", "finetune_model"), "models/{}/model"),
     "trace_routing": "{}/{}/routing",
     "fit_basis": "{}/{}/bases/{}",
@@ -73,59 +74,58 @@ def jobs_left(project: Project, results: Path, tflops: float = TFLOPS, costs: Co
 def jobs_of(
     project: Project,
     results: Path,
-    steps: Iterable[tuple[str, Key]],
+    steps: Iterable[tuple[str, Parts]],
     tflops: float = TFLOPS,
     costs: Costs | None = None,
 ) -> list[Job]:
-    """The jobs of steps, each a rule and its key. Rules that take no time worth planning are left out."""
+    """The jobs of steps, each a rule and the parts that it depends on. Rules that take no time worth planning are left
+    out."""
     costs = costs or Costs(project, results)
-    return [_job(costs, results, rule, key, tflops) for rule, key in dict.fromkeys(steps) if rule in TINY_SECONDS]
+    return [_job(costs, results, rule, parts, tflops) for rule, parts in dict.fromkeys(steps) if rule in TINY_SECONDS]
 
 
-def shared_steps(project: Project, key: Key) -> Iterator[tuple[str, Key]]:
+def shared_steps(project: Project, key: RunKey) -> Iterator[tuple[str, Parts]]:
     """The steps that a run needs and shares with other runs, in order."""
-    method = project.methods[key[3]]
+    method = project.methods[key.method]
     yield from _models_of(project, key)
-    yield "prepare_news" if project.benchmarks[key[1]].is_news else "prepare_data", key[1:2]
+    yield "prepare_news" if project.benchmarks[key.benchmark].is_news else "prepare_data", (key.benchmark,)
     if not method.baseline:
-        yield "trace_routing", key[:2]
+        yield "trace_routing", (key.model, key.benchmark)
         if method.has_bases:
-            yield "fit_basis", (*key[:2], key[3])
+            yield "fit_basis", (key.model, key.benchmark, key.method)
 
 
-def _models_of(project: Project, key: Key) -> Iterator[tuple[str, Key]]:
+def _models_of(project: Project, key: RunKey) -> Iterator[tuple[str, Parts]]:
     """The steps that make the models of a run: its original, what that is trained from, and the retrained model if it
     is needed."""
-    retrained, needs = project.models[key[0]].retrained, project.methods[key[3]].baseline == "retrained"
-    models = [key[0]]
-    if retrained and (needs or project.benchmarks[key[1]].is_news):
+    retrained, needs = project.models[key.model].retrained, project.methods[key.method].baseline == "retrained"
+    models = [key.model]
+    if retrained and (needs or project.benchmarks[key.benchmark].is_news):
         models.append(retrained)
     for name in models:  # it grows
         models += [base for base in [project.models[name].made_from] if base]
     yield from ((_model_rule(project, name), (name,)) for name in reversed(models))
 
 
-def own_rules(project: Project, key: Key) -> list[str]:
+def own_rules(project: Project, key: RunKey) -> list[str]:
     """The rules that a run goes through alone, in order."""
-    return [rule for rule in (project.methods[key[3]].rule, "evaluate", "attack") if rule]
+    return [rule for rule in (project.methods[key.method].rule, "evaluate", "attack") if rule]
 
 
-def is_done(results: Path, rule: str, key: Key) -> bool:
+def is_done(results: Path, rule: str, parts: Parts) -> bool:
     pattern = f"{OUTPUTS[rule]}.json" if rule in OUTPUTS else DATA
-    return (results / pattern.format(*key)).exists()
+    return (results / pattern.format(*parts)).exists()
 
 
 def _model_rule(project: Project, name: str) -> str:
     return "finetune_model" if project.models[name].source == "finetuned" else "prepare_model"
 
 
-def _job(costs: Costs, results: Path, rule: str, key: Key, tflops: float) -> Job:
-    project, name = costs.project, key[0]
-    undone = rule == "realign" and project.methods[key[3]].undo
-    step = Step(name, "undo" if undone else rule, *(key[1:4] if rule == "unlearn" or undone else key[1:2]))
-    embedded = project.trained_from(name).source == "embedded"
+def _job(costs: Costs, results: Path, rule: str, parts: Parts, tflops: float) -> Job:
+    project, step = costs.project, _step(costs.project, rule, parts)
+    embedded = project.trained_from(step.model).source == "embedded"
     cost = None if rule in COPYING else costs.of(step)
-    recorded = _records(results, rule, key, embedded or cost is None)
+    recorded = _records(results, rule, parts, embedded or cost is None)
     gpus = cost.gpus if cost and rule not in ("prepare_model", "fit_basis") else 0
     if recorded:
         hours = max(gpus, 1) * fmean(record["seconds"] for record in recorded) / 3600
@@ -136,10 +136,22 @@ def _job(costs: Costs, results: Path, rule: str, key: Key, tflops: float) -> Job
     if embedded:
         memory = max((record["peak_memory_gib"] * 2**30 / GB for record in recorded), default=TINY_MEMORY)
     elif cost and rule == "fit_basis":
-        memory = costs.bases(Step(name, "unlearn", key[1], project.world.objectives[0], key[2]))
+        model, benchmark, method = parts
+        memory = costs.bases(Step(model, "unlearn", benchmark, project.world.objectives[0], method))
     else:
         memory = cost and (cost.total if gpus else cost.host)
-    return Job(rule, ".".join(map(str, key)), hours, bool(recorded), gpus, memory)
+    return Job(rule, ".".join(map(str, parts)), hours, bool(recorded), gpus, memory)
+
+
+def _step(project: Project, rule: str, parts: Parts) -> Step:
+    """The step whose cost is that of a job."""
+    if rule in ("unlearn", "realign"):
+        key = RunKey(*parts)
+        if rule == "unlearn":
+            return Step.of_run(rule, key)
+        if project.methods[key.method].undo:
+            return Step.of_run("undo", key)
+    return Step(parts[0], rule, *parts[1:2])
 
 
 def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
@@ -153,7 +165,7 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
     benchmark, token = project.benchmarks[step.benchmark], costs.flops_per_token(step) / 1e12 / tflops
     tokens = TOKENS["news" if benchmark.is_news else "letters"]
     if step.what == "unlearn":
-        training = project.training(step.objective, step.method, step.benchmark)
+        training = project.training(step.model, step.benchmark, step.objective, step.method)
         checks = training.max_steps // training.check_every + 1
         return training.max_steps * each + checks * tokens["check"] * token
     if step.what == "undo":
@@ -167,16 +179,16 @@ def _seconds(costs: Costs, cost: Cost, tflops: float) -> float:
     return seconds
 
 
-def _records(results: Path, rule: str, key: Key, any_of_the_model: bool) -> list[dict]:
+def _records(results: Path, rule: str, parts: Parts, any_of_the_model: bool) -> list[dict]:
     """What the same run with another seed has recorded. Else, for evaluation and attacks, other runs with the same
     model and benchmark, whose times do not depend on the method. Else, with `any_of_the_model`, this rule on the same
     model. A record of the last part of an interrupted job does not count."""
-    keys = [(*key[:4], "*") if len(key) == 5 else key]
+    patterns = [RunKey(*parts)._replace(seed="*") if len(parts) == len(RunKey._fields) else parts]
     if rule in ("evaluate", "attack"):
-        keys.append((*key[:2], "*", "*", "*"))
+        patterns.append((*parts[:2], "*", "*", "*"))
     if any_of_the_model:
-        keys.append((key[0], *"*" * (len(key) - 1)))
-    for each in keys:
+        patterns.append((parts[0], *"*" * (len(parts) - 1)))
+    for each in patterns:
         files = results.glob(f"{OUTPUTS[rule].format(*each)}.provenance.json")
         records = [record for record in map(read_json, files) if not record.get("resumed")]
         if found := [record for record in records if record["step"].endswith(f":{rule}")]:
@@ -203,19 +215,19 @@ def disk_needed(costs: Costs, at_once: int) -> dict[str, float]:
     """GB by use: weights of finished runs, base models, retain bases, and the largest checkpoints of `at_once` training
     jobs. Checkpoints count twice, because a job writes the next beside the last. Embedded models are left out."""
     project, sizes, bases, states = costs.project, {}, {}, []
-    for name in dict.fromkeys(of[0] for key in project.run_keys() for _, of in _models_of(project, key)):
+    for name in dict.fromkeys(name for key in project.run_keys() for _, (name,) in _models_of(project, key)):
         if costs.of(Step(name, "evaluate")):
             sizes[name] = 2 * costs.parameters(Step(name, "evaluate")) / GB
     kept = [name for name, method in project.methods.items() if method.baseline not in ("original", "retrained")]
-    keys = [key for key in project.run_keys() if key[0] in sizes and key[3] in kept]
+    keys = [key for key in project.run_keys() if key.model in sizes and key.method in kept]
     for key in keys:
-        if project.methods[key[3]].trains:
-            step = Step(key[0], "unlearn", *key[1:4])
+        if project.methods[key.method].trains:
+            step = Step.of_run("unlearn", key)
             states.append(costs.checkpoint(step))
-            if project.methods[key[3]].has_bases:
-                bases[key[0], key[1], key[3]] = costs.bases(step)
+            if project.methods[key.method].has_bases:
+                bases[key.model, key.benchmark, key.method] = costs.bases(step)
     found = {
-        "finished runs": sum(sizes[key[0]] for key in keys),
+        "finished runs": sum(sizes[key.model] for key in keys),
         "base models": sum(sizes.values()),
         "bases": sum(bases.values()),
         "training": 2 * sum(sorted(states, reverse=True)[:at_once]),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from gripmoe.config.fingerprint import fingerprint_now
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
+from gripmoe.config.world import RunKey
 from gripmoe.io.files import read_json, read_yaml
-from gripmoe.planning.jobs import Key, is_done, own_rules, shared_steps
+from gripmoe.planning.jobs import Parts, is_done, own_rules, shared_steps
 
 TAIL = 4000  # bytes of a log that hold its last progress bar
 NOISE = re.compile(r"\s*(W\d{4} |\[transformers\])|.*Warning:")  # warnings of torch, transformers and Python
@@ -21,7 +22,7 @@ SLURM_SAYS = "slurmstepd: error: "
 CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 
 
-def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
+def run_status(project: Project, results: Path, key: RunKey) -> tuple[str, str]:
     """The next rule of a run; and why SLURM ended its job, or the last line of its log. A run that has not begun waits,
     perhaps for a step that it shares with others. A run without a next rule is "outdated" by `changes`, "diverged",
     "untrained" if the model met the forget target before training, or "done"."""
@@ -31,7 +32,7 @@ def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
     changed = "; ".join(changes(project, results, key))
     if changed:
         return "outdated", changed
-    checkpoint = results.joinpath(*map(str, key), "checkpoint.json")
+    checkpoint = results / key.folder / "checkpoint.json"
     outcome = read_json(checkpoint) if checkpoint.exists() else {}
     if outcome.get("status") == "diverged":
         return "diverged", f"at step {outcome['steps']}"
@@ -40,15 +41,15 @@ def run_status(project: Project, results: Path, key: Key) -> tuple[str, str]:
     return "done", ""
 
 
-def changes(project: Project, results: Path, key: Sequence[str | int]) -> list[str]:
+def changes(project: Project, results: Path, key: RunKey) -> list[str]:
     """The settings of a run, of its metrics and attacks, and the code of its steps, that have changed since they ran.
     Files of one's own are not compared; Snakemake knows them."""
-    folder = results.joinpath(*map(str, key))
+    folder = results / key.folder
     if not (folder / "run.yaml").exists():
         return []
-    settings = _changed(read_yaml(folder / "run.yaml"), project.run(*key[:4], int(key[4])).model_dump(mode="json"))
+    settings = _changed(read_yaml(folder / "run.yaml"), project.run(*key).model_dump(mode="json"))
     steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
-    flags = {"--benchmark": project.benchmarks[key[1]], "--settings": project.world.relearning}
+    flags = {"--benchmark": project.benchmarks[key.benchmark], "--settings": project.world.relearning}
     for step in steps:
         for flag, now in flags.items():
             before, now = _given(step.get("command", ""), flag), now.model_dump(mode="json") if now else {}
@@ -78,22 +79,22 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _said(results: Path, rule: str, key: Key) -> str:
-    name = list(map(str, key))
+def _said(results: Path, rule: str, parts: Parts) -> str:
+    name = list(map(str, parts))
     log = results / "logs" / rule / f"{'.'.join(name)}.log"
     return ended_by_cluster(CLUSTER_LOGS / f"rule_{rule}" / "_".join(name), log) or last_line(log)
 
 
-def _awaited(project: Project, results: Path, key: Key) -> str:
-    for rule, of in shared_steps(project, key):
-        if not is_done(results, rule, of) and (said := _said(results, rule, of)):
-            return f"waits for {rule} of {'.'.join(of)}: {said}"
+def _awaited(project: Project, results: Path, key: RunKey) -> str:
+    for rule, parts in shared_steps(project, key):
+        if not is_done(results, rule, parts) and (said := _said(results, rule, parts)):
+            return f"waits for {rule} of {'.'.join(parts)}: {said}"
     return "waits"
 
 
 def kept_originals(project: Project, results: Path) -> dict[Path, float]:
     """GB of the folders in which training keeps answers of the original models."""
-    pairs = dict.fromkeys(key[:2] for key in project.run_keys())
+    pairs = dict.fromkeys((key.model, key.benchmark) for key in project.run_keys())
     folders = [results.joinpath(*pair, "original_answers") for pair in pairs]
     return {f: sum(map(_bytes, f.iterdir())) / 1e9 for f in folders if f.exists()}
 

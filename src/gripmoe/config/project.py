@@ -15,7 +15,7 @@ from gripmoe.config.checks import check
 from gripmoe.config.methods import TABLE, Method, method_table
 from gripmoe.config.reading import parse_as, require_known
 from gripmoe.config.training import Training
-from gripmoe.config.world import NO_OBJECTIVE, Run, World
+from gripmoe.config.world import NO_OBJECTIVE, Run, RunKey, World
 from gripmoe.config.world_files import find_world, world_content, world_files
 from gripmoe.io.errors import ConfigError
 
@@ -23,24 +23,29 @@ BATCH_SIZES = ("forget_batch_size", "retain_batch_size", "gradient_accumulation"
 
 
 class Project:
-    """A world with the catalogues of its folder, cross-checked, and compared with the worlds that share its results.
-    With `catalogues`, those of the folder, it is not compared. Raises ConfigError at the first mistake."""
+    """A world with the catalogues of its folder, cross-checked; with `compare`, compared with the worlds that share its
+    results. `catalogues` are those of the folder, if they have been read. Raises ConfigError at the first mistake."""
 
-    def __init__(self, folder: Path, world_name: str, catalogues: Catalogues | None = None):
+    def __init__(self, folder: Path, world_name: str, catalogues: Catalogues | None = None, *, compare: bool = True):
         self.name, self.world_file = find_world(folder, world_name)
         self.folder, self._catalogues = folder, catalogues or Catalogues(folder)
         self.models_file, self._methods_file = self._catalogues.models_file, self._catalogues.methods_file
         self.models, self.benchmarks = self._catalogues.models, self._catalogues.benchmarks
         self.objectives, self.artefacts = self._catalogues.objectives, self._catalogues.artefacts
-        content, self._extended = world_content(folder, self.world_file)
-        self.results_name = self._extended[-1].stem if self._extended else self.name
+        content, self._files = world_content(folder, self.world_file)
+        self.results_name = self._files[-1].stem
         self.world = parse_as(World, content, self.world_file)
         self.external = self._external()
         external = dict.fromkeys(self.external, Method(baseline="external"))
         self.methods = joined(self._catalogues.methods, external, "there is a method", f"{self.world_file}: external")
         check(self)
-        if not catalogues:
+        if compare:
             self._check_shared_runs()
+
+    @property
+    def results(self) -> Path:
+        """The folder of the runs, below the folder that Snakemake starts in."""
+        return Path("results", self.results_name)
 
     def _external(self) -> dict[str, dict[str, str]]:
         """Folder or hub id of every external checkpoint, by its name and its original model."""
@@ -61,7 +66,7 @@ class Project:
                 if (mine := self._settings(*key)) != (theirs := other._settings(*key)):
                     names = ", ".join(f"`{name}`" for name in mine if mine[name] != theirs[name])
                     raise ConfigError(
-                        f"{self.world_file}: run {'/'.join(map(str, key))} has another {names} in {other.name!r}, and "
+                        f"{self.world_file}: run {key.folder} has another {names} in {other.name!r}, and "
                         f"both keep it in the results of {self.results_name!r}. A key such as `overrides` or `gpus` "
                         "replaces the whole key of the world that is extended: repeat its entries, give a method of "
                         "your own its `training`, or write a world without `extends`"
@@ -70,20 +75,20 @@ class Project:
     def _beside(self) -> Iterator[Project]:
         """Worlds with the same results and one of the same models. Those that extend this one are left out: they are
         compared when they start."""
-        for file in dict.fromkeys([*self._extended, *world_files(self.folder)]):
+        for file in dict.fromkeys([*self._files, *world_files(self.folder)]):
             try:
-                content, extended = world_content(self.folder, file)
-                names = [each.stem for each in (file, *extended)]
+                content, files = world_content(self.folder, file)
+                names = [each.stem for each in files]
                 if names[-1] != self.results_name or self.name in names:
                     continue
                 if not set(self.world.models).isdisjoint(parse_as(World, content, file).models):
-                    yield Project(self.folder, str(file), self._catalogues)
+                    yield Project(self.folder, str(file), self._catalogues, compare=False)
             except ConfigError:  # a world that cannot start has no runs, such as one that is there to be extended
                 continue
 
     def _settings(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> dict[str, Any]:
         """What a run depends on of this world alone; on catalogues it depends in every world."""
-        training = self.training_of(model, objective, method, benchmark)
+        training = self.training(model, benchmark, objective, method)
         external = self.external.get(method, {}).get(model)
         return {
             **(training.model_dump(exclude={"checkpoint_every"}) if training else {}),
@@ -148,18 +153,19 @@ class Project:
         trains one expert, or projects the updates of all."""
         return 1 if method and self.methods[method].experts != "all" else self.gpus(model)
 
-    def training(self, objective: str, method_name: str, benchmark: str) -> Training | None:
+    def training(self, model: str, benchmark: str, objective: str, method: str) -> Training | None:
         """Training of a run: the world's, changed by its objective, benchmark, method, and the overrides, in that
-        order. None for a method that trains nothing."""
-        method, world, file = self.methods[method_name], self.world, self.world_file
-        if not method.trains:
+        order. A method that trains in one process accumulates what the processes of others share, so that a step of
+        every method takes the same documents. None for a method that trains nothing."""
+        world, file, row = self.world, self.world_file, self.methods[method]
+        if not row.trains:
             return None
         of_benchmark = world.benchmark_training.get(benchmark, {})
-        keys, names = ("all", objective), (method_name, f"{objective}/{method_name}")
+        keys, names = ("all", objective), (method, f"{objective}/{method}")
         shared = [(file, f"objective_training.{objective}", world.objective_training[objective])]
         shared += [(file, f"benchmark_training.{benchmark}.{key}", of_benchmark.get(key, {})) for key in keys]
-        table = TABLE if method_name in method_table() else self._methods_file
-        own = [(table, f"{method_name}.training", method.training)]
+        table = TABLE if method in method_table() else self._methods_file
+        own = [(table, f"{method}.training", row.training)]
         own += [(file, f"overrides.{name}", world.overrides.get(name, {})) for name in names]
         for where, key, change in own:
             for size in change.keys() & BATCH_SIZES:
@@ -175,22 +181,16 @@ class Project:
             self.check_objective(objective, settings, where, f"{key}.objective")
             layers.append((where, key, changed))
         try:  # the whole first: settings that depend on each other may stand in two places
-            return parse_as(Training, changed, where, prefix=key)
+            training = parse_as(Training, changed, where, prefix=key)
         except ConfigError:
             for where, key, changed in layers:
                 parse_as(Training, changed, where, prefix=key)
             raise
-
-    def training_of(self, model: str, objective: str, method: str, benchmark: str) -> Training | None:
-        """Training of a run on a model: a method that trains in one process accumulates what the others share, so that
-        a step of every method takes the same documents."""
-        training = self.training(objective, method, benchmark)
-        if training is None or (alone := self.gpus(model) // self.processes(model, method)) == 1:
-            return training
-        return training.model_copy(update={"gradient_accumulation": alone * training.gradient_accumulation})
+        passes = training.gradient_accumulation * self.gpus(model) // self.processes(model, method)
+        return training.model_copy(update={"gradient_accumulation": passes})
 
     def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:
-        training = self.training_of(model, objective, method, benchmark)
+        training = self.training(model, benchmark, objective, method)
         if training:
             training = training.model_copy(update={"checkpoint_every": None})
         return Run(
@@ -206,15 +206,15 @@ class Project:
             processes=self.processes(model, method) if training else 1,
         )
 
-    def run_keys(self) -> list[tuple[str, str, str, str, int]]:
-        """All (model, benchmark, objective, method, seed); what trains nothing stands once per model and benchmark."""
+    def run_keys(self) -> list[RunKey]:
+        """The key of every run; what trains nothing stands once per model and benchmark."""
         world, keys = self.world, []
         for model in world.models:
             for benchmark in (name for name in world.benchmarks if self.fits(model, name)):
                 baselines = [name for name in world.methods if self.methods[name].baseline]
                 baselines += [name for name, folders in self.external.items() if model in folders]
-                keys += [(model, benchmark, NO_OBJECTIVE, name, 0) for name in baselines]
+                keys += [RunKey(model, benchmark, NO_OBJECTIVE, name, 0) for name in baselines]
                 for objective in world.objectives:
                     others = [name for name in world.methods_of(objective) if not self.methods[name].baseline]
-                    keys += [(model, benchmark, objective, name, seed) for name in others for seed in world.seeds]
+                    keys += [RunKey(model, benchmark, objective, name, seed) for name in others for seed in world.seeds]
         return keys
