@@ -23,7 +23,7 @@ from gripmoe.reporting.erasure import depth_scores
 from gripmoe.reporting.erasure_goals import goals
 from gripmoe.reporting.runs import KEYS, load_runs, of_kind
 from gripmoe.reporting.tables import fixed
-from gripmoe.reporting.uncertainty import of_runs
+from gripmoe.reporting.uncertainty import units_of_table
 
 ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "record"
@@ -69,7 +69,7 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
         return len(of_method[KEYS].drop_duplicates())
     if metric in ("forgot", "missed"):
         return int((of_method[of_method.metric == "reached"].value == (metric == "forgot")).sum())
-    return float(of_runs(of_method[of_method.metric == metric]).mean())
+    return float(units_of_table(of_method[of_method.metric == metric]).mean())
 
 
 def least_of(record: str, metric: str) -> float:
@@ -100,7 +100,7 @@ def longer_of(record: str, method: str, metric: str) -> float:
 def depth_of(objective: str, method: str) -> float:
     depths = depth_scores(pd.read_csv(folder_of("erasure") / "readable_depth.csv"))
     chosen = depths[(depths.objective == objective) & (depths.method == method)]
-    return float(of_runs(chosen.rename(columns={"depth": "value"})).mean())
+    return float(units_of_table(chosen.rename(columns={"depth": "value"})).mean())
 
 
 def count_of(record: str, which: str, verdict: str) -> int:

@@ -20,12 +20,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from gripmoe.config.fingerprint import code_fingerprint
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.provenance import package_versions, step_seconds
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, write_text
 from gripmoe.reporting import RENDERING, names
-from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability, load_attacks
+from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability
 from gripmoe.reporting.claims import claims_table, load_claims, replication_table
 from gripmoe.reporting.collect import base_models, computed_with, with_shares
 from gripmoe.reporting.comparison import comparison, marks_of, specification
@@ -33,10 +33,10 @@ from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmles
 from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_picture
 from gripmoe.reporting.overview import overview
-from gripmoe.reporting.paired import load_answers, paired_table
-from gripmoe.reporting.runs import KEYS, beside, load_histories, load_runs, of_kind
+from gripmoe.reporting.paired import paired_table
+from gripmoe.reporting.runs import ID, KEYS, beside, load_answers, load_attacks, load_histories, load_runs, of_kind
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
-from gripmoe.reporting.uncertainty import interval, of_runs
+from gripmoe.reporting.uncertainty import interval, units_of_table
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "docs" / "record"
@@ -178,7 +178,7 @@ def _shown() -> set[str]:
     named = [name for name in TABLES if not name.endswith("paired_tests") and name not in OF_ATTACKS]
     judged = (*ATTACKS, "restored_experts_worst_layer")
     of_changed = {harmless(attack, change) for attack in judged for change in HARMLESS}
-    return OF_MARKS | MEASURED | set(ATTACKS) | of_changed | {claim["metric"] for claim in load_claims().values()} | {
+    return OF_MARKS | MEASURED | set(ATTACKS) | of_changed | {claim.metric for claim in load_claims().values()} | {
         metric for name in named for metric in specification(name)["measured"]
     }  # fmt: skip
 
@@ -245,7 +245,7 @@ def provenance(paths: list[Path], output: Path) -> dict:
 
 def keep_items(paths: list[Path], name: str, output: Path) -> None:
     """Writes the tables of that name that lie beside tables of runs as one, compressed."""
-    found = [pd.read_csv(file) for path in paths if (file := beside(path, name)).exists()]
+    found = [pd.read_csv(file, dtype=ID) for path in paths if (file := beside(path, name)).exists()]
     if found:
         table = joined(found)
         with atomic_path(output / f"{name}.csv.xz") as temporary:
@@ -288,7 +288,7 @@ def intervals(runs: pd.DataFrame, name: str) -> pd.DataFrame:
         for metric in specification(name)["measured"]:
             measured = group[(group.metric == metric) & group.value.notna()]
             if len(measured):
-                rows.append([*key, metric, *interval(of_runs(measured)), len(measured), marks])
+                rows.append([*key, metric, *interval(units_of_table(measured)), len(measured), marks])
     table = pd.DataFrame(rows, columns=[*KEYS[:-1], "metric", "mean", "half_width", "n", "mark"])
     return table.astype({"half_width": float})
 

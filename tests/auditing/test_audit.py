@@ -21,7 +21,7 @@ from gripmoe.cli.attack import attack
 from gripmoe.cli.evaluate import evaluate
 from gripmoe.cli.main import main
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json, write_yaml
@@ -68,7 +68,7 @@ def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
         output=folder / "attack.json",
     )
     workflow = read_json(folder / "attack.json") | read_json(folder / "evaluation.json")
-    assert len(workflow) > 90 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
+    assert len(workflow) > 80 and {"forced_forget_accuracy", "relearned_from_corpus_after_20"} <= workflow.keys()
     assert {"searched_routing_after_64", "silenced_experts"} <= workflow.keys()
     measured = audited["metrics"]["unlearned"]
     measured = {name: nan if measured[name] is None else measured[name] for name in workflow}
@@ -120,7 +120,7 @@ def with_other_routers(model):
     moved, _ = tiny_model()
     moe = MoEModel(moved)
     moe.set_thetas({layer: theta_Ed.roll(5, dims=0) for layer, theta_Ed in moe.thetas().items()})
-    moe.release(rounded=True)
+    moe.release(to_own_dtype=True)
     return moved
 
 

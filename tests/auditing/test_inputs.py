@@ -6,7 +6,7 @@ import pytest
 
 from gripmoe.auditing.inputs import OF_OTHER_FACTS, TABLE, Named, named, own, settings_of
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.reading import read_catalogue
 from gripmoe.config.training import Relearning
 from gripmoe.evaluation.questions import load_questions, prompt_of

@@ -1,5 +1,6 @@
 """The harness path: its template, and equality with the direct scorer."""
 
+import math
 from importlib import resources
 
 import pytest
@@ -177,8 +178,12 @@ def test_metrics_by_hand(questions):
     metrics = choice_metrics(questions, always_a)
     forget = [q for q in questions if q["exposure"] == "forget"]
     assert metrics["forget_accuracy"] == sum(q["answer"] == 0 for q in forget) / len(forget)
-    assert metrics["forget_answers_A"] == 1.0 and metrics["forget_answers_B"] == 0.0
-    assert metrics["num_forget_questions"] == 30 and metrics["num_retain_questions"] == 30
+    assert math.isnan(metrics["retain_accuracy_unseen_subject"]), "the questions are about none"
+    unseen = [question | {"exposure": "unseen_subject"} for question in questions[-10:]]
+    metrics = choice_metrics(questions[:-10] + unseen, always_a)
+    assert metrics["retain_accuracy_unseen_subject"] == sum(q["answer"] == 0 for q in unseen) / 10
+    retain = [q for q in questions if q["exposure"] != "forget"]
+    assert metrics["retain_accuracy"] == sum(q["answer"] == 0 for q in retain) / len(retain)
     right = [Fixed(question, question["answer"]) for question in questions]
     assert choice_metrics(questions, right)["retain_accuracy"] == accuracy(right) == 1.0
     rows = question_results(questions, right)

@@ -4,8 +4,9 @@ import pytest
 from test_config import CONFIG
 
 from conftest import small_model
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.evaluation import stop_rule as stopping
+from gripmoe.evaluation.muse import mean_score
 from gripmoe.evaluation.questions import load_questions
 from gripmoe.io.files import write_jsonl
 from gripmoe.moe import MoEModel
@@ -20,6 +21,33 @@ def test_news_need_a_model_that_never_saw_what_is_forgotten(world, tmp_path):
     for reference, message in ((None, "--retrained: "), (tmp_path / "model.json", "model.json: knowmem_forget of")):
         with pytest.raises(ValueError, match=message):
             stopping.stop_rule(benchmark, tmp_path, reference, None)
+
+
+def test_news_are_forgotten_a_few_points_above_the_retrained_model_on_dev_items_and_some_retain_pairs(
+    tmp_path, monkeypatch
+):
+    kinds = [(part, split) for part in ("forget", "retain") for split in ("dev", "test")]
+    pairs = [
+        {"id": f"{part} {split} {number}", "part": part, "split": split, "question": "", "answer": ""}
+        for part, split in kinds
+        for number in range(30)
+    ]
+    for name, rows in {"knowmem": pairs, "verbmem": [], "privleak": []}.items():
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+    (tmp_path / "model.json").write_text('{"verbmem": 20.0, "knowmem_forget": 10.0}')
+    asked = []
+    scores = {"verbmem": {"a": 0.5, "b": 1.0}, "knowmem_forget": {"c": 0.25}}
+    monkeypatch.setattr(stopping, "news_scores", lambda model, tokenizer, *given: asked.append(given) or scores)
+    benchmark = Project(CONFIG, "tiny").benchmarks["muse_tiny"]
+    stop = stopping.stop_rule(benchmark, tmp_path, tmp_path / "model.json", None)
+    above = benchmark.target["points_above_retrained"]
+    assert above > 0 and stop.targets == {"verbmem": 20.0 + above, "knowmem_forget": 10.0 + above}
+    assert stop.scores(MoEModel(small_model())) == {name: mean_score(items) for name, items in scores.items()}
+    ((news, split),) = asked
+    assert split == "dev" and {kind: len(news.pairs(*kind)) for kind in kinds if kind[1] == "dev"} == {
+        ("forget", "dev"): 30,
+        ("retain", "dev"): stopping.RETAIN_PAIRS,
+    }
 
 
 def test_questions_of_the_stop_rule(world, tmp_path, monkeypatch):

@@ -85,10 +85,13 @@ def test_intervals_widen_with_what_runs_differ_in():
 
 
 def test_without_items_what_is_added_is_added_to_the_same_questions():
+    """Of all questions or, of the plain prompt, of the sample."""
     (cell,) = runs_named("unconstrained")
-    metrics = dict(forget_accuracy=0.2, prompt_plain=0.3, forced_forget_accuracy=0.7, noisy_routing=0.4)
-    found = entries(attack_matrix(runs_of([cell], **metrics)))["Unconstrained"]
-    assert found["+ forced"].value == pytest.approx(0.5) and found["+ noise"].value == pytest.approx(0.1)
+    on_all = dict(forget_accuracy=0.2, forced_forget_accuracy=0.7, prompt_five_shot=0.6)
+    sampled = dict(prompt_plain=0.3, noisy_routing=0.4, quantized_4_bit=0.5)
+    found = entries(attack_matrix(runs_of([cell], **on_all, **sampled)))["Unconstrained"]
+    added = {name: round(found[f"+ {name}"].value, 6) for name in ("forced", "5 shots", "noise", "4 bit")}
+    assert added == {"forced": 0.5, "5 shots": 0.4, "noise": 0.1, "4 bit": 0.2}
 
 
 def test_curves_show_the_retrained_model_in_every_panel():

@@ -30,7 +30,15 @@ from gripmoe.reporting.claims import (
 from gripmoe.reporting.runs import COLUMNS
 from gripmoe.reporting.uncertainty import student
 
-ABOVE = {"metric": "routing_stability", "left": "a", "relation": ">", "right": "b"}
+ROW = {"text": "x.", "line": "ours", "metric": "routing_stability", "left": "a", "relation": ">", "right": "b"}
+
+
+def stated(**changed):
+    """A statement with the keys of ROW, but for those that are changed."""
+    return Claim(**ROW | changed)
+
+
+ABOVE = stated()
 
 
 def runs(**values):
@@ -57,10 +65,9 @@ def verdict(claim, **values):
 )
 def test_a_mistake_in_a_claim_is_named(tmp_path, change, message):
     """Or a statement with another relation would be judged as one with >."""
-    valid = {"text": "x.", "line": "ours", "metric": "routing_stability", "left": "ptc", "relation": "<", "right": 0.5}
-    write_yaml(tmp_path / "claims.yaml", {"mine": valid})
+    write_yaml(tmp_path / "claims.yaml", {"mine": ROW | {"right": 0.5}})
     assert read_catalogue(tmp_path / "claims.yaml", Claim)["mine"].right == 0.5
-    write_yaml(tmp_path / "claims.yaml", {"mine": valid | change})
+    write_yaml(tmp_path / "claims.yaml", {"mine": ROW | change})
     with pytest.raises(ConfigError, match=re.escape(message)):
         read_catalogue(tmp_path / "claims.yaml", Claim)
 
@@ -74,17 +81,17 @@ def test_the_original_model_stands_for_every_objective_and_seed():
     of_two = pd.concat([runs(a=[0.9, 0.8, 0.7]), runs(a=[0.5]).assign(objective="gd")])
     original = runs(original=[0.4]).assign(objective="none")
     of_another = original.assign(model="tiny_b", value=9.0)
-    pairs = differences(pd.concat([of_two, original, of_another]), {**ABOVE, "right": "original"})
+    pairs = differences(pd.concat([of_two, original, of_another]), stated(right="original"))
     assert sorted(pairs.round(6)) == [0.1, 0.3, 0.4, 0.5]
     assert set(pairs.index.unique("objective")) == {"rmu", "gd"}
-    alone = differences(pd.concat([of_two, of_another]), {**ABOVE, "right": "original"})
+    alone = differences(pd.concat([of_two, of_another]), stated(right="original"))
     assert alone.empty, "the original of another base model"
 
 
 def test_two_metrics_of_one_run_may_be_compared():
     data = runs(a=[0.9, 0.8, 0.7], b=[0.1] * 3)
     other = runs(a=[0.6, 0.6], b=[0.0, 0.0]).assign(metric="routing_stability_representation_only")
-    claim = ABOVE | {"right": "a", "right_metric": "routing_stability_representation_only"}
+    claim = stated(right="a", right_metric="routing_stability_representation_only")
     assert sorted(differences(pd.concat([data, other]), claim).round(6)) == [0.2, 0.3]
 
 
@@ -94,31 +101,30 @@ def test_verdicts_by_hand():
     assert verdict(ABOVE, a=[0.9, 0.1, 0.6], b=[0.5, 0.5, 0.5]) == "undecided"
     assert verdict(ABOVE, a=[0.9, 0.8], b=[0.1, 0.1]) == "undecided", "two runs are too few"
     assert verdict(ABOVE, a=[0.9]) == "not measured"
-    assert verdict({**ABOVE, "margin": 0.5}, a=[0.9, 0.8, 0.9], b=[0.5, 0.4, 0.5]) == "does not hold"
-    assert verdict({**ABOVE, "right": 0.5}, a=[0.9, 0.8, 0.9]) == "holds"
-    assert verdict({**ABOVE, "relation": "<"}, a=[0.9, 0.8, 0.9], b=[0.5, 0.4, 0.5]) == "does not hold"
-    assert verdict({**ABOVE, "relation": "~", "margin": 0.1}, a=[0.51, 0.5, 0.49], b=[0.5] * 3) == "holds"
-    assert verdict({**ABOVE, "relation": "~", "margin": 0.1}, a=[0.9, 0.91, 0.9], b=[0.5] * 3) == "does not hold"
+    assert verdict(stated(margin=0.5), a=[0.9, 0.8, 0.9], b=[0.5, 0.4, 0.5]) == "does not hold"
+    assert verdict(stated(right=0.5), a=[0.9, 0.8, 0.9]) == "holds"
+    assert verdict(stated(relation="<"), a=[0.9, 0.8, 0.9], b=[0.5, 0.4, 0.5]) == "does not hold"
+    assert verdict(stated(relation="~", margin=0.1), a=[0.51, 0.5, 0.49], b=[0.5] * 3) == "holds"
+    assert verdict(stated(relation="~", margin=0.1), a=[0.9, 0.91, 0.9], b=[0.5] * 3) == "does not hold"
 
 
 def test_every_claim_is_complete():
     known = load_claims()
     assert len(known) >= 25
     for name, claim in known.items():
-        assert claim["relation"] in "<>~" and claim["left"] in names.METHODS, name
-        assert not isinstance(claim["right"], str) or claim["right"] in names.METHODS, name
-        assert claim["metric"] in names.METRICS, name
-        assert claim.get("right_metric", claim["metric"]) in names.METRICS, name
-        of_methods = isinstance(claim["right"], str) and claim["right"] not in names.ORIGINALS
-        assert of_methods <= ("margin" in claim), f"{name}: a negligible difference would do"
+        assert claim.left in names.METHODS, name
+        assert not claim.compares_methods or claim.right in names.METHODS, name
+        assert {claim.metric, claim.metric_of_right} <= names.METRICS.keys(), name
+        of_methods = claim.compares_methods and claim.right not in names.ORIGINALS
+        assert of_methods <= ("margin" in claim.model_fields_set), f"{name}: a negligible difference would do"
 
 
 def test_costs_of_a_step_are_compared_between_methods_that_train():
     """Method B is computed once, after training: its cost is that of a whole run."""
     methods, compared = method_table(), {"time_ratio": set(), "whole_time_ratio": set()}
     for claim in load_claims().values():
-        if claim["metric"] in compared and isinstance(claim["right"], str):
-            compared[claim["metric"]] |= {claim["left"], claim["right"]}
+        if claim.metric in compared and claim.compares_methods:
+            compared[claim.metric] |= {claim.left, claim.right}
     corrected = {metric: {name for name in names if methods[name].corrects} for metric, names in compared.items()}
     assert not corrected["time_ratio"] and corrected["whole_time_ratio"]
 
@@ -138,11 +144,11 @@ def test_between_methods_a_third_of_what_the_paper_finds_is_asked_for():
     tables = yaml.safe_load((resources.files("gripmoe.reporting") / "comparisons.yaml").read_text(encoding="utf-8"))
     checked = []
     for name, claim in load_claims().items():
-        found = list(printed_differences(tables, claim["metric"], claim["left"], claim["right"]))
-        if found and claim["relation"] != "~" and claim["line"] != "ours":
-            unit = 1 if claim.get("kind") == "news" else 0.01
+        found = list(printed_differences(tables, claim.metric, claim.left, claim.right))
+        if found and claim.relation != "~" and claim.line != "ours":
+            unit = 1 if claim.kind == "news" else 0.01
             thirds = [unit * ceil(difference / 3 / unit - 1e-6) for difference in found]
-            assert any(claim["margin"] == pytest.approx(third) for third in thirds), (name, thirds)
+            assert any(claim.margin == pytest.approx(third) for third in thirds), (name, thirds)
             checked.append(name)
     assert len(checked) >= 14 and "prompts_recover" in checked
     prompts = load_claims()["prompts_recover"]
@@ -154,8 +160,8 @@ def test_between_methods_a_third_of_what_the_paper_finds_is_asked_for():
 
 
 def differences_of(claim, by):
-    data = runs(**{claim["left"]: [0.1 + value for value in by], claim["right"]: [0.1] * len(by)})
-    return differences(data.assign(metric=claim["metric"]), claim)
+    data = runs(**{claim.left: [0.1 + value for value in by], claim.right: [0.1] * len(by)})
+    return differences(data.assign(metric=claim.metric), claim)
 
 
 def test_how_many_runs_would_decide_a_claim():
@@ -170,7 +176,7 @@ def test_how_many_runs_would_decide_a_claim():
         drawn = pd.Series(generator.normal(mean, deviation, needed), range(needed))
         decided += mean > 0 and drawn.mean() > stats.t.ppf(0.975, needed - 1) * drawn.sem()
     assert 0.7 < decided / 200 < 0.9, "with the probability that is told"
-    assert units_to_decide(closer, {**ABOVE, "margin": 0.195}) is None, "nearer to the margin than 100 runs resolve"
+    assert units_to_decide(closer, stated(margin=0.195)) is None, "nearer to the margin than 100 runs resolve"
     told = judged(runs(unconstrained=[0.3, 0.7, 0.4])).set_index("claim").to_decide
     assert told["routing_collapses"].startswith(("about", "> 100")) and told["b_above_a"] == (
         "runs of ptc_paper and expert_specific_paper"
@@ -184,10 +190,10 @@ def test_the_table_counts_what_it_shows():
     assert len(table.rows) == len(verdicts) == len(load_claims())
     assert set(verdicts.verdict) <= set(VERDICTS) and (verdicts.verdict == "holds").sum() >= 1
     shown = {cells[1].text for _, cells, _ in table.rows}
-    assert "0.30" in shown and claims._signed(-0.001) == "+0.00"
-    of_one, of_two = {"right": 0.5, "relation": "<"}, {"right": "other", "relation": ">", "margin": 0.13}
-    assert (claims.measured(-0.2, of_one), claims._asked(of_one)) == ("0.30", "< 0.5"), "of one method its value"
-    assert (claims.measured(-0.2, of_two), claims._asked(of_two)) == ("-0.20", "> +0.13"), "of two their difference"
+    of_one, of_two = stated(right=0.5, relation="<"), stated(margin=0.13)
+    assert "0.30" in shown and claims.as_text(-0.001, of_two) == "+0.00"
+    assert (claims.as_text(-0.2, of_one), claims._asked(of_one)) == ("0.30", "< 0.5"), "of one method its value"
+    assert (claims.as_text(-0.2, of_two), claims._asked(of_two)) == ("-0.20", "> +0.13"), "of two their difference"
     assert f"{(verdicts.verdict == 'not measured').sum()} not measured" in table.notes[2]
     others = verdicts[~verdicts.primary]
     decided = others[others.verdict.isin(VERDICTS[:2])]
@@ -202,7 +208,7 @@ def test_runs_that_have_not_forgotten_are_left_out_of_the_second_analysis_unless
     missed = data.assign(metric="reached", value=[1, 1, 0, 1, 1, 1])
     assert len(differences(pd.concat([data, missed]), ABOVE)) == 3, "where they ended"
     assert len(differences(pd.concat([data, missed]), ABOVE, forgot=True)) == 2
-    assert len(differences(pd.concat([data, missed]), {**ABOVE, "unreached": True}, forgot=True)) == 3
+    assert len(differences(pd.concat([data, missed]), stated(unreached=True), forgot=True)) == 3
 
 
 def test_a_correction_that_undid_forgetting_has_not_forgotten():
@@ -214,12 +220,12 @@ def test_a_correction_that_undid_forgetting_has_not_forgotten():
     together = pd.concat([data, reached, target, forgot])
     assert len(differences(together, ABOVE)) == 3
     assert len(differences(together, ABOVE, forgot=True)) == 2
-    assert len(differences(together, {**ABOVE, "unreached": True}, forgot=True)) == 3
+    assert len(differences(together, stated(unreached=True), forgot=True)) == 3
 
 
 def test_what_forcing_takes_away_counts_as_it_is():
     below = runs(a=[-0.4, 0.1, 0.1], b=[0.0, 0.0, 0.0]).assign(metric="recovery_rate")
-    claim = {**ABOVE, "metric": "recovery_rate", "right": 0.0}
+    claim = stated(metric="recovery_rate", right=0.0)
     assert sorted(differences(below, claim).round(6)) == [-0.4, 0.1, 0.1]
 
 
@@ -229,8 +235,8 @@ def test_a_run_that_lost_everything_speaks_for_no_method():
     retained = data.assign(metric="retain_accuracy", value=[0.9, 0.9, 0.25, 0.9, 0.9, 0.9])
     both = pd.concat([data, retained])
     assert len(differences(both, ABOVE)) == 3 and len(differences(both, ABOVE, forgot=True)) == 2
-    assert len(differences(both, {**ABOVE, "unreached": True}, forgot=True)) == 2
-    kept = differences(both, {**ABOVE, "metric": "retain_accuracy"})
+    assert len(differences(both, stated(unreached=True), forgot=True)) == 2
+    kept = differences(both, stated(metric="retain_accuracy"))
     assert sorted(kept.round(6)) == [-0.65, 0.0, 0.0]
 
 
@@ -249,10 +255,10 @@ def test_a_statement_about_each_objective_needs_every_one():
     good, bad = runs(a=[0.9, 0.8, 0.9], b=[0.1] * 3), runs(a=[0.1] * 3, b=[0.2] * 3)
     pairs = differences(pd.concat([good, bad.assign(objective="gd")]), ABOVE)
     assert judge(pairs, ABOVE).verdict != "does not hold", "all together it is not refuted"
-    each = judge(pairs, {**ABOVE, "each_objective": True})
+    each = judge(pairs, stated(each_objective=True))
     assert each.verdict == "does not hold" and each.part == "GD"
     few = differences(pd.concat([good, runs(a=[0.9], b=[0.1]).assign(objective="gd")]), ABOVE)
-    assert judge(few, {**ABOVE, "each_objective": True}).verdict == "undecided", "one run under gd"
+    assert judge(few, stated(each_objective=True)).verdict == "undecided", "one run under gd"
 
 
 def test_base_models_are_the_units_where_there_are_three():
@@ -311,7 +317,8 @@ def test_the_primary_claims_are_a_family_of_all_that_were_named(monkeypatch):
     assert found.to_decide.startswith("about ") and found.to_decide.endswith(" runs")
     clear = judged(runs(unconstrained=[0.1, 0.101, 0.102])).set_index("claim").loc["routing_collapses"]
     assert clear.verdict == "holds"
-    changed = {**load_claims(), "routing_collapses": {**load_claims()["routing_collapses"], "right": 0.6}}
+    changed = load_claims()
+    changed["routing_collapses"] = changed["routing_collapses"].model_copy(update={"right": 0.6})
     for claims_now in (changed, {name: row for name, row in changed.items() if name != "a_stable"}):
         monkeypatch.setattr(claims, "load_claims", lambda now=claims_now: now)
         with pytest.raises(ValueError, match="a primary claim was changed"):
@@ -325,11 +332,11 @@ def on_models(**values):
 
 def test_further_base_models_test_the_papers_primary_claims_by_themselves():
     again = primary_claims("replication")
-    assert set(again) == {name for name in primary_claims() if load_claims()[name]["line"] != "ours"}
+    assert set(again) == {name for name in primary_claims() if load_claims()[name].line != "ours"}
     before, more = on_models(a=0.61, b=0.64, c=0.66), on_models(g=0.41, h=0.42, i=0.43)
     table = replication_table(before, more)
     shown = {label: [cell.text for cell in cells] for label, cells, _ in table.rows}
-    asked, first, these, both = shown.pop(load_claims()["routing_collapses"]["text"])
+    asked, first, these, both = shown.pop(load_claims()["routing_collapses"].text)
     assert asked == "< 0.5" and first.startswith("0.64 (") and first.endswith("n = 3: undecided")
     assert these.startswith("0.42 (") and these.endswith("n = 3: holds"), "without the first base models"
     assert both.startswith("0.53 (") and both.endswith("n = 6"), "an estimate, no verdict"
@@ -343,7 +350,7 @@ def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_th
     parts = pd.concat(
         [runs(a=[0.6, 0.5, 0.9], b=[0.5] * 3), runs(a=[0.9, 0.8, 0.7], b=[0.1] * 3).assign(objective="gd")]
     )
-    claim = {**ABOVE, "each_objective": True}
+    claim = stated(each_objective=True)
     found = judge(differences(parts, claim), claim)
     alone = judge(differences(runs(a=[0.6, 0.5, 0.9], b=[0.5] * 3), ABOVE), ABOVE)
     assert found.verdict == "undecided" and found.part == "RMU"

@@ -6,10 +6,8 @@ import pytest
 
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_csv, write_json, write_yaml
-from gripmoe.reporting.attacks import load_attacks
 from gripmoe.reporting.collect import collect_runs
-from gripmoe.reporting.paired import load_answers
-from gripmoe.reporting.runs import load_histories, load_runs
+from gripmoe.reporting.runs import load_answers, load_attacks, load_histories, load_runs
 from gripmoe.reporting.scores import at_equal_forgetting, tradeoff_area
 
 
@@ -117,7 +115,7 @@ def test_a_whole_run_costs_what_it_needs_before_its_first_step_too(tmp_path):
 
 
 def test_the_targets_on_the_way_are_those_of_the_items_asked_on_the_way(tmp_path):
-    """Checks ask dev items, so targets are those that the run stopped by: not the test scores of the retrained model."""
+    """Checks ask dev items, so targets are those that the run stopped by, and no test scores of the retrained model."""
     folders = [tmp_path / name for name in ("retrained", "gd")]
     for folder in folders:
         run = {"model": "m", "benchmark_name": "b", "objective": folder.name, "method_name": folder.name, "seed": 0}
@@ -196,6 +194,14 @@ def test_what_counts_as_forgotten_on_news_comes_from_the_retrained(tmp_path):
     assert load_answers(tmp_path / "runs_n.csv", "news").score.tolist() == [1.0] * 4
     attacked = load_attacks(tmp_path / "runs_n.csv")
     assert attacked[["verbmem", "forced_verbmem"]].values.tolist() == [[1.0, 2.0]] * 4, "beside what it adds to"
+
+
+def test_an_id_that_is_a_number_stays_as_it_is_written(tmp_path):
+    """Or a question would not be found by the id that its benchmark has."""
+    for name in ("answers", "attacks"):
+        (tmp_path / f"{name}_w.csv").write_text("benchmark,id,metric\nb,007,forget_accuracy\n")
+    tables = load_answers(tmp_path / "runs_w.csv", kind=None), load_attacks(tmp_path / "runs_w.csv")
+    assert [table.id.tolist() for table in tables] == [["007"], ["007"]]
 
 
 def test_the_area_under_retain_over_forget_accuracy_by_hand():

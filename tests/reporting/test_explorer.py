@@ -30,7 +30,8 @@ def gathered(tmp_path):
         else:
             asked = [(LETTERS_ID, "forget_accuracy", 2, number % 2), (RETAIN_ID, "retain_accuracy", 0, 1)]
             of_item = {"id": LETTERS_ID, "fact": "zinc", "forget_accuracy": number % 2}
-            attacks.append({**run, **of_item, "forced_forget_accuracy": 1.0, "prompt_verse": None})
+            of_attacks = {"forced_forget_accuracy": 1.0, "prompt_verse": None, "set_agreement": 0.9}
+            attacks.append({**run, **of_item, **of_attacks})
             measured = {"forget_accuracy": 0.5, "retain_accuracy": 0.9}
         answers += [{**run, "id": i, "fact": i, "metric": m, "chosen": c, "score": s} for i, m, c, s in asked]
         checks += [[*run.values(), step, name, value] for step in (0, 10) for name, value in measured.items()]
@@ -64,7 +65,8 @@ def test_every_run_attack_and_question_has_a_row(gathered):
     questions, summary = rows_of(tables["Questions"]), rows_of(tables["Summary"])
     assert len(summary) == len(of_runs) and len(rows_of(tables["Measures"])) == len(runs)
     letters, of_news = (questions[questions.benchmark == name] for name in ("wmdp_tiny", "muse_tiny"))
-    # two questions each as the models are, and one under the attack that asked it; no verse, which asked nothing
+    # two questions each as the models are, and one under the attack that asked it; no verse, which asked nothing, nor
+    # the agreement of expert sets, which an earlier table has
     assert len(letters) == 3 * (of_runs.benchmark == "wmdp_tiny").sum()
     assert len(of_news) == 3 * (of_runs.benchmark == "muse_tiny").sum()
     assert {*questions.attack} == {"none", "forced forget accuracy", "forced verbmem"}

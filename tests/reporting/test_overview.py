@@ -9,7 +9,7 @@ from gripmoe.reporting.runs import COLUMNS
 
 
 def measured(objectives=("gd", "npo")) -> pd.DataFrame:
-    """Three base models. The frozen router's numbers differ by base model and objective, each metric by another step."""
+    """Three base models. The frozen router's numbers differ by base model and objective, by another step each."""
     metrics = [metric for of_panel in PANELS.values() for metric in of_panel]
     rows = []
     for number, metric in enumerate(metrics):

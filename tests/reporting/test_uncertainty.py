@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.uncertainty import complete_cells, holm, interval, of_runs, p_above, units
+from gripmoe.reporting.uncertainty import complete_cells, holm, interval, p_above, units, units_of_table
 
 MODELS, OBJECTIVES, SEEDS = 6, 4, 2
 
@@ -59,7 +59,7 @@ def test_the_runs_of_a_single_base_model_are_the_units():
     one, two = values(np.array([0.1]), np.zeros(100)), values(np.array([0.1, 0.2]), np.zeros(100))
     assert len(units(one)) == OBJECTIVES * SEEDS and units(two).tolist() == pytest.approx([0.1, 0.2])
     tidy = values(np.array([0.1, 0.2, 0.3]), np.zeros(100)).rename("value").reset_index()
-    assert of_runs(tidy).tolist() == pytest.approx([0.1, 0.2, 0.3])
+    assert units_of_table(tidy).tolist() == pytest.approx([0.1, 0.2, 0.3])
 
 
 def test_p_is_below_the_level_where_the_interval_misses_the_limit():

@@ -8,7 +8,7 @@ import pytest
 
 from gripmoe import tiny_model
 from gripmoe.cli.main import main as command
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.evaluation.questions import accuracy, direct_answers
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json

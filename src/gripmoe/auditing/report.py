@@ -8,18 +8,19 @@ from functools import cached_property
 from html import escape
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import pandas as pd
 
 from gripmoe.attacks.base import Found
 from gripmoe.attacks.prompts import ORDER
+from gripmoe.auditing.charts import charts_of
 from gripmoe.auditing.plan import NOT_CHOSEN
+from gripmoe.auditing.verdict import COUNTED, Verdict, counted, interval_over_facts, judge
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.io.files import write_json, write_text
-
-if TYPE_CHECKING:  # the library itself needs no pandas
-    import pandas as pd
-
-    from gripmoe.reporting.verdict import Verdict
+from gripmoe.reporting.page import write_page
+from gripmoe.reporting.scores import corrected_for_chance
 
 AS_IT_IS = "as it is"
 ACCURACY = ("forget_accuracy", "retain_accuracy")
@@ -53,8 +54,6 @@ class AuditReport:
     @cached_property
     def verdict(self) -> Verdict:
         """The verdict in words, and what each attack returns."""
-        from gripmoe.reporting.verdict import COUNTED, judge
-
         attacks = dict.fromkeys(row["attack"] for row in COUNTED.values())
         not_made = [name for name in attacks if name in self.absent]
         scores = {name: found.scores for name, found in self.found.items()}
@@ -62,14 +61,15 @@ class AuditReport:
 
     @cached_property
     def _measures(self) -> pd.DataFrame:
-        from gripmoe.reporting.audits import measures
-        from gripmoe.reporting.scores import corrected_for_chance
-
-        parts = {
-            name: (found.metrics | corrected_for_chance(found.metrics), found.scores)
-            for name, found in self.found.items()
-        }
-        return measures(parts, self.facts)
+        rows = []
+        for model, found in self.found.items():
+            for name, value in (found.metrics | corrected_for_chance(found.metrics)).items():
+                row = {"model": model, "measure": name, "value": value, "low": None, "high": None, "n": None}
+                if items := found.scores.get(name):
+                    _, low, high = interval_over_facts(pd.Series(items, dtype=float), self.facts)
+                    row |= {"low": max(low, 0.0), "high": min(high, 1.0), "n": len(items)}  # of an accuracy
+                rows.append(row)
+        return pd.DataFrame(rows).astype({"value": float, "low": float, "high": float, "n": "Int64"})
 
     def to_frame(self) -> pd.DataFrame:
         """A row per model and measure: `model`, `measure`, `value`, and for accuracies `low` and `high` of the 95 %
@@ -79,10 +79,6 @@ class AuditReport:
     def to_answers(self) -> pd.DataFrame:
         """A row per question, model and condition ("as it is", or an attack): `question`, `choices`, `answer`, `given`,
         `correct`, and the `probability` of the given letter. Probes give no letter."""
-        import pandas as pd
-
-        from gripmoe.reporting.verdict import counted
-
         rows = counted(self.found["unlearned"].scores)
         conditions = {metric: row["label"] for metric, row in rows.items()} | dict.fromkeys(ACCURACY, AS_IT_IS)
         asked = {question["id"]: question for question in self.questions}
@@ -118,8 +114,6 @@ class AuditReport:
 
     def to_summary(self) -> pd.DataFrame:
         """The most important rows of `to_frame`."""
-        from gripmoe.reporting.verdict import counted
-
         frame = self.to_frame()
         steps = {metric.rpartition("_")[0]: metric for metric in counted(self.found["unlearned"].scores)}
         rank = frame.measure.map({steps.get(name, name): place for place, name in enumerate(SUMMARY)})
@@ -128,9 +122,6 @@ class AuditReport:
 
     def save(self, folder: Path | str) -> None:
         """Writes audit.json, measures.csv, attacks.csv, questions.csv and index.html, one page for a browser."""
-        from gripmoe.reporting.audits import charts_of
-        from gripmoe.reporting.page import write_page
-
         folder, answers = Path(folder), self.to_answers()
         frames = {"measures": self.to_frame(), "attacks": self.verdict.returned, "questions": answers}
         for name, frame in frames.items():

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from tqdm import tqdm
@@ -26,7 +26,6 @@ from gripmoe.auditing import models
 from gripmoe.auditing.inputs import Inputs, named, named_row, own
 from gripmoe.auditing.own_data import Source
 from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, prompts_of, told, turns_of
-from gripmoe.auditing.report import AuditReport
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.training import Relearning
 from gripmoe.evaluation.letters import letter_metrics
@@ -42,6 +41,9 @@ from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.storage import weights_digest, with_pad_token
 from gripmoe.training.optimizers import require_optimizer
+
+if TYPE_CHECKING:
+    from gripmoe.auditing.report import AuditReport
 
 TIMED = 32  # questions of the timed batch
 
@@ -121,7 +123,7 @@ def audit(
             stack.enter_context(moe.evaluating())
         for name, moe in moes.items():
             if isinstance(names[name], nn.Module):
-                stack.callback(moe.release, rounded=True)
+                stack.callback(moe.release, to_own_dtype=True)
         folder = Path(output) / "state" if output else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if output:
             stack.enter_context(exclusive(Path(output)))
@@ -169,6 +171,8 @@ def _measured(
     folder: Path,
     started: float,
 ) -> AuditReport:
+    from gripmoe.auditing.report import AuditReport  # imports pandas, which the library itself does not need
+
     after = moes["unlearned"]
     listed, absent = measures_of(chosen, inputs.absent, dense=not after.layers)
     data, sizes = folder / "data", Sizes.of(inputs.files, inputs.benchmark, inputs.relearning, len(after.all_layers))

@@ -1,15 +1,20 @@
-"""The metrics of a model on a benchmark of letter questions (multiple choice, answered by a letter)."""
+"""The metrics of a model on a benchmark of letter questions (multiple choice, answered by a letter). With general
+utility (App. A.3): five-shot MMLU and TruthfulQA. All are measured through lm-evaluation-harness."""
 
 from __future__ import annotations
 
+import random
 import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.evaluation.general import general_utility, solved_questions
+from gripmoe.data.prompt_formats import SHOTS
 from gripmoe.evaluation.metrics import choice_metrics, question_results
-from gripmoe.evaluation.questions import harness_answers, load_questions
-from gripmoe.io.files import read_jsonl
+from gripmoe.evaluation.questions import accuracy, harness_answers, harness_samples, load_questions, write_parquet
+from gripmoe.io.files import read_jsonl, write_yaml
 
 
 def letter_metrics(benchmark: Benchmark, model, tokenizer, data: Path) -> tuple[dict[str, float], list[dict]]:
@@ -29,3 +34,49 @@ def letter_metrics(benchmark: Benchmark, model, tokenizer, data: Path) -> tuple[
             **harness,
         )
     return choice_metrics(questions, answers) | utility, question_results(questions, answers)
+
+
+def truthfulqa(model, tokenizer, rows: Sequence[dict], *, work_folder: Path, batch_size: int) -> dict[str, float]:
+    """`truthfulqa_mc1` (share of questions whose likeliest answer is true) and `truthfulqa_mc2` (probability of true
+    answers), by the harness's tasks on `rows`, which have the data set's schema."""
+    file = work_folder / "truthfulqa.parquet"
+    write_parquet(file, rows, ("question", "mc1_targets", "mc2_targets"))
+    reading = {"data_files": {"validation": str(file)}, "cache_dir": str(file.with_name("cache"))}
+    local = {"dataset_path": "parquet", "dataset_name": None, "dataset_kwargs": reading}
+    names = ("truthfulqa_mc1", "truthfulqa_mc2")
+    for name in names:
+        own = resources.files("lm_eval") / "tasks" / "truthfulqa" / f"{name}.yaml"
+        write_yaml(work_folder / f"{name}.yaml", {"include": str(own), "task": f"local_{name}", **local})
+    samples = harness_samples(model, tokenizer, [f"local_{name}" for name in names], batch_size, work_folder)
+    found = {name: [float(sample["acc"]) for sample in samples[f"local_{name}"]] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
+
+
+def solved_questions(file: Path) -> list[dict]:
+    """Solved questions for few-shot prompts: MMLU's own examples, or the dev split of the embedded world."""
+    rows = read_jsonl(file, "split")
+    return [row for row in rows if row["split"] == "shots"] or [row for row in rows if row["split"] == "dev"]
+
+
+def general_utility(
+    model,
+    tokenizer,
+    retain: Sequence[dict],
+    solved: Sequence[dict],
+    truths: Sequence[dict],
+    *,
+    work_folder: Path,
+    batch_size: int,
+    few_shot_questions: int,
+) -> dict[str, float]:
+    """TruthfulQA on `truths`, and five-shot accuracy on a fixed sample of `retain` questions, with `solved` questions
+    of their subject as shots. Leaves out TruthfulQA without `truths`, and subjects with fewer than five solved
+    questions."""
+    counts = Counter(question["subject"] for question in solved)
+    asked = [question for question in retain if counts[question["subject"]] >= SHOTS]
+    harness, metrics = dict(work_folder=work_folder, batch_size=batch_size), {}
+    if asked:
+        sample = random.Random(0).sample(asked, min(few_shot_questions, len(asked)))
+        answers = harness_answers(model, tokenizer, sample, solved=solved, shots=SHOTS, **harness)
+        metrics["retain_accuracy_five_shot"] = accuracy(answers)
+    return metrics | (truthfulqa(model, tokenizer, truths, **harness) if truths else {})

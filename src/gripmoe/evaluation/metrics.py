@@ -9,7 +9,7 @@ from typing import Any
 
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.data.prompt_formats import LETTERS
-from gripmoe.evaluation.questions import Answer
+from gripmoe.evaluation.questions import Answer, accuracy
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_csv
 from gripmoe.io.imports import imported
@@ -18,27 +18,19 @@ COLUMNS = ("id", "fact", "subject", "exposure", "wording", "answer")  # keys of 
 
 
 def choice_metrics(questions: Sequence[dict], answers: Sequence[Answer]) -> dict[str, float]:
-    """Forget and retain accuracy, over all questions and by what unlearning saw; and the share of each letter among the
-    answers to forget questions, because an accuracy of 0.25 can mean "always A"."""
-    pairs = list(zip(questions, answers, strict=True))
-    forget = [pair for pair in pairs if pair[0]["exposure"] == "forget"]
-    retain = [pair for pair in pairs if pair[0]["exposure"] != "forget"]
+    """Forget and retain accuracy, and retain accuracy on the subjects that unlearning never sees (NaN if the questions
+    are about none)."""
 
-    def accuracy(asked: Sequence[tuple[dict, Answer]], key: str = "", value: str = "") -> float:
-        kept = [answer.correct for question, answer in asked if not key or question[key] == value]
-        return sum(kept) / len(kept) if kept else float("nan")
+    def over(exposures: Collection[str]) -> float:
+        asked = zip(questions, answers, strict=True)
+        kept = [answer for question, answer in asked if question["exposure"] in exposures]
+        return accuracy(kept) if kept else float("nan")
 
-    chosen = [answer.chosen for _, answer in forget]
-    metrics = {
-        "forget_accuracy": accuracy(forget),
-        "retain_accuracy": accuracy(retain),
-        "num_forget_questions": len(forget),
-        "num_retain_questions": len(retain),
+    return {
+        "forget_accuracy": over({"forget"}),
+        "retain_accuracy": over({question["exposure"] for question in questions} - {"forget"}),
+        "retain_accuracy_unseen_subject": over({"unseen_subject"}),
     }
-    metrics |= {f"forget_accuracy_{w}_wording": accuracy(forget, "wording", w) for w in ("seen", "held_out")}
-    exposures = ("seen", "unseen_entity", "unseen_subject")
-    metrics |= {f"retain_accuracy_{exposure}": accuracy(retain, "exposure", exposure) for exposure in exposures}
-    return metrics | {f"forget_answers_{letter}": chosen.count(i) / len(chosen) for i, letter in enumerate(LETTERS)}
 
 
 def own_metrics(benchmark: Benchmark) -> dict[str, Callable]:

@@ -30,7 +30,7 @@ from gripmoe.moe.modes import evaluating
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
 END_OF_ANSWER = re.compile(r"\n\n|\nQuestion|Question:")
-MIN_K = (20, 40, 60)  # per cent; 40 is what PrivLeak uses
+MIN_K = (20, 40)  # per cent; 40 is what PrivLeak uses
 KEYS = {
     "knowmem": ("part", "split", "question", "answer"),
     "verbmem": ("split", "prompt", "gt"),
@@ -53,7 +53,7 @@ class News:
     @classmethod
     def load(cls, folder: Path) -> News:
         """Raises ConfigError, naming file and line, for a row that lacks a key."""
-        return cls(*(read_jsonl(folder / f"{name}.jsonl", "id", *keys) for name, keys in KEYS.items()))
+        return cls(**{name: read_jsonl(folder / f"{name}.jsonl", "id", *keys) for name, keys in KEYS.items()})
 
     def pairs(self, part: str, split: str) -> list[dict]:
         return [pair for pair in self.knowmem if pair["part"] == part and pair["split"] == split]

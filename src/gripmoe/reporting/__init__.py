@@ -14,6 +14,5 @@ RENDERING = (
     "gripmoe.geometry.example",
     "gripmoe.reporting.collect",
     "gripmoe.reporting.runs",
-    "gripmoe.reporting.scores",
     "gripmoe.reporting.sources",
 )

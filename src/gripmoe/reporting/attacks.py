@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import pandas as pd
 
@@ -12,16 +10,12 @@ from gripmoe.reporting import names
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
 from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
-from gripmoe.reporting.runs import KEYS, beside, values_of
+from gripmoe.reporting.runs import KEYS, values_of
 from gripmoe.reporting.tables import Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import interval, units
 
 FULL_SHADE = 0.7  # about the most that an attack can return
-
-
-def load_attacks(runs: Path) -> pd.DataFrame:
-    """The table of attacked items that belongs to the table of `runs`: a row per run and item, a column per attack."""
-    return pd.read_csv(beside(runs, "attacks"))
+ON_ALL_QUESTIONS = {"forced_forget_accuracy", "prompt_five_shot", "prompt_verse"}  # other attacks ask a sample
 
 
 def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name: str = "attack_matrix") -> Table:
@@ -75,9 +69,8 @@ def _paired(by_run: dict, of_row: pd.DataFrame, metric: str, own: str) -> Estima
 def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
     values = values_of(of_row, metric)
     if metric != own:
-        # Forcing uses every question. All other attacks, and their plain prompt, use the sample.
-        plain = values_of(of_row, "prompt_plain")
-        values = values - (values_of(of_row, own) if metric == "forced_forget_accuracy" or plain.empty else plain)
+        plain = values_of(of_row, "prompt_plain")  # on the sample
+        values = values - (values_of(of_row, own) if metric in ON_ALL_QUESTIONS or plain.empty else plain)
     mean, half = interval(units(values))
     return (None, None) if pd.isna(mean) else (mean, half)
 

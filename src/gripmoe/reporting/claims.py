@@ -18,10 +18,10 @@ from gripmoe.reporting import names
 from gripmoe.reporting.collect import SHARED
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.runs import KEYS, apart, of_kind
-from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
+from gripmoe.reporting.tables import MISSING, Cell, Table, fixed, signed
 from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, t_quantile, units
 
-RUN = ["model", "benchmark", "objective", "seed"]
+PAIRED_BY = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot", "tradeoff_area")
 COLOURS = {"holds": "#0072b2", "does not hold": "#d55e00", "undecided": "#000000", "not measured": "#7f7f7f"}
 VERDICTS = tuple(COLOURS)
@@ -47,48 +47,56 @@ class Claim(Strict):
     unreached: bool = False
     each_objective: bool = False
 
+    @property
+    def metric_of_right(self) -> str:
+        return self.right_metric or self.metric
 
-def load_claims() -> dict[str, dict]:
-    """The claims with the keys that their rows give. Raises ConfigError for a row that is not valid."""
-    claims = read_catalogue(Path(__file__).with_name("claims.yaml"), Claim)
-    return {name: claim.model_dump(exclude_unset=True) for name, claim in claims.items()}
+    @property
+    def compares_methods(self) -> bool:
+        """Whether `right` is a method, and no number."""
+        return isinstance(self.right, str)
+
+
+def load_claims() -> dict[str, Claim]:
+    """All claims by name. Raises ConfigError for a row that is not valid."""
+    return read_catalogue(Path(__file__).with_name("claims.yaml"), Claim)
 
 
 def primary_claims(family: str = "claims") -> list[str]:
     """The claims that were named before most runs, or with "replication" those that further base models test again.
     Raises ValueError if one of them has been changed since."""
     named, claims = read_yaml(Path(__file__).with_name("primary.yaml")), load_claims()
-    rows = json.dumps({name: claims.get(name) for name in named["claims"]}, sort_keys=True)
+    given = {name: claim.model_dump(exclude_unset=True) for name, claim in claims.items()}
+    rows = json.dumps({name: given.get(name) for name in named["claims"]}, sort_keys=True)
     if (digest := hashlib.sha256(rows.encode()).hexdigest()[:16]) != named["digest"]:
         raise ValueError(f"primary.yaml: digest {named['digest']} is not {digest}: a primary claim was changed")
     return named[family]
 
 
-def differences(runs: pd.DataFrame, claim: dict, forgot: bool = False) -> pd.Series:
-    """Left minus right of every run that has both, indexed by RUN. The two sides are paired by base model, benchmark,
-    objective and seed; with the original or the retrained model by base model and benchmark.
+def differences(runs: pd.DataFrame, claim: Claim, forgot: bool = False) -> pd.Series:
+    """Left minus right of every run that has both, indexed by PAIRED_BY. The two sides are paired by these; with the
+    original or the retrained model by base model and benchmark.
 
     With `forgot`, runs that have not forgotten, also those whose correction undid it, are left out, unless the claim is
     about them too (`unreached`). So are collapsed runs, from which nothing can be recovered, unless the claim is about
     what is retained."""
-    if not (runs.method == claim["left"]).any():
-        return pd.Series(dtype=float, index=pd.MultiIndex.from_tuples([], names=RUN))
-    runs = of_kind(runs[runs.method.isin([claim["left"], claim["right"]])], claim.get("kind", "letters"))
-    left_out = [unforgotten(runs)] if forgot and not claim.get("unreached") else []
-    left_out += [collapsed(runs)] if forgot and claim["metric"].removesuffix("_share") not in RETAINED else []
-    runs = runs[runs.metric.isin([claim["metric"], claim.get("right_metric")]) & runs.value.notna()]
-    if left_out := {key for out in left_out for key in out}:
-        kept = [key not in left_out for key in zip(*(runs[k] for k in KEYS), strict=True)]
-        runs = runs[pd.Series(kept, index=runs.index, dtype=bool)]  # also of no runs
-    left = runs[(runs.metric == claim["metric"]) & (runs.method == claim["left"])].set_index(RUN).value
-    if not isinstance(claim["right"], str):
-        return left - claim["right"]
-    right = runs[(runs.metric == claim.get("right_metric", claim["metric"])) & (runs.method == claim["right"])]
-    if claim["right"] in names.ORIGINALS:  # one for all objectives and seeds
+    if not (runs.method == claim.left).any():
+        return pd.Series(dtype=float, index=pd.MultiIndex.from_tuples([], names=PAIRED_BY))
+    runs = of_kind(runs[runs.method.isin([claim.left, claim.right])], claim.kind)
+    left_out = unforgotten(runs) if forgot and not claim.unreached else []
+    left_out += collapsed(runs) if forgot and claim.metric.removesuffix("_share") not in RETAINED else []
+    runs = runs[runs.metric.isin([claim.metric, claim.metric_of_right]) & runs.value.notna()]
+    if left_out:
+        runs = runs[~pd.MultiIndex.from_frame(runs[KEYS]).isin(left_out)]
+    left = runs[(runs.metric == claim.metric) & (runs.method == claim.left)].set_index(PAIRED_BY).value
+    if not claim.compares_methods:
+        return left - claim.right
+    right = runs[(runs.metric == claim.metric_of_right) & (runs.method == claim.right)]
+    if claim.right in names.ORIGINALS:  # one for all objectives and seeds
         of_model = right.set_index(["model", "benchmark"]).value
         baseline = left.index.droplevel(["objective", "seed"]).map(of_model)
         return (left - pd.Series(baseline, index=left.index, dtype=float)).dropna()
-    return (left - right.set_index(RUN).value).dropna()
+    return (left - right.set_index(PAIRED_BY).value).dropna()
 
 
 class Part(NamedTuple):
@@ -101,16 +109,16 @@ class Part(NamedTuple):
     p_fails: float
 
 
-def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
+def _parts(pairs: pd.Series, claim: Claim, by_world: bool = False) -> list[Part]:
     """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives. With `by_world`
     the units are the fact sets, each the mean of its base models."""
     if pairs.empty:
         return []
-    by = ["model", "benchmark", *["objective"] * claim.get("each_objective", False)]
+    by = ["model", "benchmark", *["objective"] * claim.each_objective]
     groups = sorted(apart(pairs.rename("value").reset_index(), by), key=itemgetter(0))
     parts = []
     for name, group in groups:
-        runs = complete_cells(group.set_index(RUN).value)
+        runs = complete_cells(group.set_index(PAIRED_BY).value)
         values = units(runs)
         if by_world and "objective" not in values.index.names:
             worlds = group.drop_duplicates("model").set_index("model").benchmark
@@ -119,16 +127,16 @@ def _parts(pairs: pd.Series, claim: dict, by_world: bool = False) -> list[Part]:
     return parts
 
 
-def _p_values(values: pd.Series, claim: dict) -> tuple[float, float]:
+def _p_values(values: pd.Series, claim: Claim) -> tuple[float, float]:
     """p of the hypotheses that the claim does not hold, and that it holds: below 0.05 where the whole 95 % interval is
     on the claim's side of its margin, or none of it is. Fewer values than an interval needs decide nothing."""
     if len(values) < LEAST:
         return 1.0, 1.0
-    margin, mirrored = claim.get("margin", 0.0), -values
-    if claim["relation"] == "~":
+    margin, mirrored = claim.margin, -values
+    if claim.relation == "~":
         inside = max(p_above(values, -margin), p_above(mirrored, -margin))
         return inside, min(p_above(values, margin), p_above(mirrored, margin))
-    beyond = mirrored if claim["relation"] == "<" else values
+    beyond = mirrored if claim.relation == "<" else values
     return p_above(beyond, margin), p_above(-beyond, -margin)
 
 
@@ -156,7 +164,7 @@ def p_of(parts: list[Part]) -> float:
     return min(max(part.p_holds for part in parts), min(part.p_fails for part in parts) * len(parts))
 
 
-def judge(pairs: pd.Series, claim: dict, alpha: float = ALPHA, by_world: bool = False) -> Judgement:
+def judge(pairs: pd.Series, claim: Claim, alpha: float = ALPHA, by_world: bool = False) -> Judgement:
     """Verdict, and the interval of the part that gives it: at the level of the verdict, or the range of fewer than
     three values."""
     return _judgement(_parts(pairs, claim, by_world), pairs, alpha)
@@ -179,12 +187,11 @@ def _judgement(parts: list[Part], pairs: pd.Series, alpha: float) -> Judgement:
     return Judgement(verdict, part.name, part.runs, values, float(mean), float(low), float(high))
 
 
-def units_to_decide(values: pd.Series, claim: dict, alpha: float = ALPHA) -> int | None:
+def units_to_decide(values: pd.Series, claim: Claim, alpha: float = ALPHA) -> int | None:
     """How many base models or runs decide an undecided claim with a probability of POWER if mean and standard deviation
     are as they were measured. None for one value, or above MOST_UNITS."""
-    mean, deviation = values.mean(), values.std()
-    margin = claim.get("margin", 0.0)
-    limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim["relation"]]
+    mean, deviation, margin = values.mean(), values.std(), claim.margin
+    limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim.relation]
     gap = min(abs(mean - limit) for limit in limits)
     for n in range(len(values) + 1, MOST_UNITS + 1):
         if (t_quantile(1 - alpha / 2, n - 1) + t_quantile(POWER, n - 1)) * deviation < gap * n**0.5:
@@ -192,12 +199,12 @@ def units_to_decide(values: pd.Series, claim: dict, alpha: float = ALPHA) -> int
     return None  # also for one value, whose deviation is NaN
 
 
-def _to_decide(runs: pd.DataFrame, found: Judgement, claim: dict, alpha: float) -> str:
+def _to_decide(runs: pd.DataFrame, found: Judgement, claim: Claim, alpha: float) -> str:
     """What would decide a claim that is not."""
     if found.verdict == "not measured":
-        runs = of_kind(runs, claim.get("kind", "letters"))
-        measured = set(runs.method[runs.metric == claim["metric"]])
-        sides = dict.fromkeys(side for side in (claim["left"], claim["right"]) if isinstance(side, str))
+        runs = of_kind(runs, claim.kind)
+        measured = set(runs.method[runs.metric == claim.metric])
+        sides = dict.fromkeys([claim.left, claim.right] if claim.compares_methods else [claim.left])
         missing = [side for side in sides if side not in measured]
         return f"runs of {' and '.join(missing)}" if missing else "runs of both on one base model"
     if found.verdict != "undecided":
@@ -224,7 +231,7 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
         found = _judgement(parts[name], pairs[name], level)
         forgot = differences(runs, claim, forgot=True)
         of_forgot = found if forgot.equals(pairs[name]) else judge(forgot, claim, level)
-        row = {"claim": name, "text": claim["text"], "line": claim["line"], "comparison": _formula(claim)}
+        row = {"claim": name, "text": claim.text, "line": claim.line, "comparison": _formula(claim)}
         row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
         row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs, claim)}
         row |= {"difference": found.difference, "low": found.low, "high": found.high, "verdict": found.verdict}
@@ -239,46 +246,40 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _by_objective(pairs: pd.Series, claim: dict) -> str:
+def _by_objective(pairs: pd.Series, claim: Claim) -> str:
     """What was measured under each objective, mean over base models, as "GD +0.05, KL -0.05"."""
     means = {name: units(group).mean() for name, group in pairs.groupby(level="objective")}
     shown = names.ordered(means, names.OBJECTIVES)
-    return ", ".join(f"{names.objective_label(name)} {measured(means[name], claim)}".strip() for name in shown)
+    return ", ".join(f"{names.objective_label(name)} {as_text(means[name], claim)}".strip() for name in shown)
 
 
-def measured(difference: float, claim: dict) -> str:
+def as_text(difference: float, claim: Claim) -> str:
     """A difference as a reader looks for it: signed between two methods, and the left value itself where the claim
     compares it with a number."""
-    return _signed(difference) if isinstance(claim["right"], str) else fixed(difference + claim["right"], 2)
+    return signed(fixed(difference, 2)) if claim.compares_methods else fixed(difference + claim.right, 2)
 
 
-def value_and_interval(row, claim: dict) -> tuple[str, str, str]:
+def value_and_interval(row, claim: Claim) -> tuple[str, str, str]:
     """What was measured, and the ends of its interval, of a Judgement or a row of `judged`."""
-    return tuple(measured(number, claim) for number in (row.difference, row.low, row.high))
+    return tuple(as_text(number, claim) for number in (row.difference, row.low, row.high))
 
 
-def _formula(claim: dict) -> str:
+def _formula(claim: Claim) -> str:
     """What is compared, as "RS: expert_specific > frozen_router + 0.13"."""
-    right = claim["right"] if isinstance(claim["right"], str) else f"{claim['right']:g}"
-    if "right_metric" in claim:
-        right += f" ({names.metric(claim['right_metric']).heading})"
-    if "margin" in claim:
-        right += f" {({'>': '+', '<': '-', '~': '±'})[claim['relation']]} {claim['margin']:g}"
-    return f"{names.metric(claim['metric']).heading}: {claim['left']} {claim['relation']} {right}"
+    right = claim.right if claim.compares_methods else f"{claim.right:g}"
+    if claim.right_metric:
+        right += f" ({names.metric(claim.right_metric).heading})"
+    if claim.margin:
+        right += f" {({'>': '+', '<': '-', '~': '±'})[claim.relation]} {claim.margin:g}"
+    return f"{names.metric(claim.metric).heading}: {claim.left} {claim.relation} {right}"
 
 
-def _signed(value: float) -> str:
-    text = fixed(value, 2)
-    return text if text.startswith("-") else f"+{text}"
-
-
-def _asked(claim: dict) -> str:
+def _asked(claim: Claim) -> str:
     """What a claim asks of the measured value: "> +0.13" between two methods, "> 0.94" of one."""
-    margin, relation, right = claim.get("margin", 0.0), claim["relation"], claim["right"]
-    if not isinstance(right, str):
-        return f"{right:g} ± {margin:g}" if relation == "~" else f"{relation} {right:g}"
-    signs = {">": "> +", "<": "< -", "~": "± "} if margin else {">": "> ", "<": "< "}
-    return f"{signs[relation]}{margin:g}"
+    if not claim.compares_methods:
+        return f"{claim.right:g} ± {claim.margin:g}" if claim.relation == "~" else f"{claim.relation} {claim.right:g}"
+    signs = {">": "> +", "<": "< -", "~": "± "} if claim.margin else {">": "> ", "<": "< "}
+    return f"{signs[claim.relation]}{claim.margin:g}"
 
 
 def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
@@ -310,7 +311,7 @@ def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
     return table
 
 
-def _spread(found, claim: dict) -> str:
+def _spread(found, claim: Claim) -> str:
     value, low, high = value_and_interval(found, claim)
     return f"{value} ({low} .. {high})"
 
@@ -340,7 +341,7 @@ def claims_table(runs: pd.DataFrame) -> Table:
             shown = [Cell(str(row.line)), value, spread, asked, Cell(row.by_objective), number, verdict, of_worlds]
             forgot = Cell(MISSING)
             if row.forgot_verdict != "not measured":
-                text = f"{measured(row.forgot_difference, claim)}, {row.forgot_runs} runs, {row.forgot_verdict}"
+                text = f"{as_text(row.forgot_difference, claim)}, {row.forgot_runs} runs, {row.forgot_verdict}"
                 forgot = Cell(text, row.forgot_difference)
             entries.append((row.text + f" ({row.of})" * bool(row.of), [*shown, forgot, Cell(row.to_decide)], []))
         table.blocks.append((name, entries))
@@ -358,9 +359,9 @@ def claims_table(runs: pd.DataFrame) -> Table:
         "The primary statements are a family, corrected by Holm. The others are judged at 95 %, uncorrected: "
         f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: at the "
         "same level, without runs that missed the forget target or, where it is not about what is retained, kept "
-        f"no more than chance. To decide: with how many units, of new fact sets, its probability is {POWER:g} if they are "
-        "as these. Kinds of base models are judged apart, and a row shows the part that decides; of several parts each "
-        "is judged at a stricter level.",
+        f"no more than chance. To decide: with how many units, of new fact sets, its probability is {POWER:g} if they "
+        "are as these. Kinds of base models are judged apart, and a row shows the part that decides; of several parts "
+        "each is judged at a stricter level.",
         f"{counted(verdicts)}.",
     ]
     return table

@@ -43,7 +43,7 @@ def collect_runs(
         metrics |= _whole_time(metrics, every.get((model, benchmark, objective, "unconstrained", seed), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
-        targets = read_json(folder / "checkpoint.json").get("targets", {}) if history else {}  # on dev items, as history
+        targets = read_json(folder / "checkpoint.json").get("targets", {}) if history else {}  # on dev items
         metrics |= at_equal_forgetting(history, targets) | tradeoff_area(history)
         asked = {item["id"]: item for item in map(_answer, read_csv(folder / "questions.csv"))}
         metrics |= _half_widths(asked)

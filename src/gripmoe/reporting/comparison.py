@@ -20,7 +20,7 @@ from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS, apart
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
-from gripmoe.reporting.uncertainty import LEAST, interval, of_runs
+from gripmoe.reporting.uncertainty import LEAST, interval, units_of_table
 
 NOT_APPLICABLE = "n/a"
 PAPER_MODEL = "qwen3_30b_a3b"
@@ -104,7 +104,7 @@ def _mean_of(runs: pd.DataFrame, metric: str, news: bool) -> Cell:
     if metric.startswith("setting_"):
         settings = measured.value.dropna().drop_duplicates()
         return Cell(" or ".join(_text(metric, value, news) for value in settings), settings.iloc[0], None)
-    mean, half_width = interval(of_runs(measured))
+    mean, half_width = interval(units_of_table(measured))
     text = _text(metric, mean, news)
     if half_width is not None:
         unit = "×" * text.endswith("×")

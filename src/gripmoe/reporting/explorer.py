@@ -14,11 +14,11 @@ from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
-from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, load_attacks, relearning_curves
+from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, relearning_curves
 from gripmoe.reporting.claims import VERDICTS, judged, load_claims, value_and_interval
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
-from gripmoe.reporting.runs import KEYS, apart, beside, load_histories, load_runs
+from gripmoe.reporting.runs import KEYS, apart, beside, load_answers, load_attacks, load_histories, load_runs
 from gripmoe.reporting.sources import made_of
 from gripmoe.reporting.uncertainty import LEAST
 
@@ -43,6 +43,7 @@ DURING_TRAINING = {"letters": ("forget_accuracy", "retain_accuracy"), "news": ("
 LETTERS = "ABCD"
 TEXTS = ["part", "question", "choices", "answer"]
 AS_IT_IS = "none"
+NO_ATTACKS = {"set_agreement"}  # columns of earlier tables of attacks
 LONGEST_TEXT = 300  # characters of a question or answer; those of news are longer
 
 
@@ -57,7 +58,6 @@ def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: s
         raise ConfigError(
             f"{runs_file}: has runs of {unknown[0]}; give the folder of this name, which holds its data, too"
         )
-    answers = pd.read_csv(beside(runs_file, "answers"), dtype={"id": str, "chosen": "Int8"})
     write_page(
         output,
         title=title,
@@ -65,7 +65,7 @@ def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: s
         summary=summary(runs),
         charts=charts(runs_file),
         tables={
-            "Questions": questions(answers, load_attacks(runs_file), texts),
+            "Questions": questions(load_answers(runs_file, kind=None), load_attacks(runs_file), texts),
             "Measures": measures(runs),
         },
         source=made_of([runs_file, *tables]),
@@ -135,7 +135,7 @@ def _lettered(choices: Sequence[str]) -> str:
 def questions(answers: pd.DataFrame, attacks: pd.DataFrame, texts: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """A row per run, question and attack. Rows without an attack come first; only they have the given letter. `texts`
     has the result of `asked` by benchmark."""
-    others = {*KEYS, "id", "fact", *answers.metric.unique()}
+    others = {*KEYS, "id", "fact", *NO_ATTACKS, *answers.metric.unique()}
     made = [column for column in attacks if column not in others]
     scores = attacks[made].to_numpy(dtype=float)
     item, attack = np.nonzero(~np.isnan(scores))

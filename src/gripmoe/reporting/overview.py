@@ -10,7 +10,7 @@ import pandas as pd
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below
-from gripmoe.reporting.uncertainty import interval, of_runs
+from gripmoe.reporting.uncertainty import interval, units_of_table
 
 GUESS = 0.25  # the share of four-way questions that a guess answers
 LOOKS = {  # metric: marker, size, whether filled, name; later ones are drawn on top
@@ -38,7 +38,7 @@ def overview(runs: pd.DataFrame, methods: Sequence[str]) -> plt.Figure:
         for axes, (title, metrics) in zip(panels, PANELS.items(), strict=True):
             for y, method in enumerate(reversed(methods)):
                 for metric in metrics:
-                    mean, half = interval(of_runs(found[(found.method == method) & (found.metric == metric)]))
+                    mean, half = interval(units_of_table(found[(found.method == method) & (found.metric == metric)]))
                     marker, size, filled, _ = LOOKS.get(metric, ("o", 3, True, ""))
                     colour = names.colour(method)
                     look = dict(color=colour, markersize=size, markerfacecolor=colour if filled else "white")

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
-from gripmoe.reporting.runs import apart, beside, of_kind
-from gripmoe.reporting.tables import MISSING, Cell, Table, with_half_width
+from gripmoe.reporting.runs import apart
+from gripmoe.reporting.tables import MISSING, Cell, Table, signed, with_half_width
 from gripmoe.reporting.uncertainty import LEAST, student, t_quantile
 
-RUN = ["model", "benchmark", "seed"]
+RUN_OF_OBJECTIVE = ["model", "benchmark", "seed"]
 AGAINST = "unconstrained"
 RESAMPLES = 4000
 LEAST_TAIL = 50  # resamples beyond an end of an interval, below which they do not tell where it lies
 MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
-
-
-def load_answers(runs: Path, kind: str = "letters") -> pd.DataFrame:
-    """The table of answers that belongs to the table of `runs`, of one kind of benchmark: a row per run and item."""
-    return of_kind(pd.read_csv(beside(runs, "answers")), kind)
 
 
 def paired_interval(
@@ -74,12 +68,12 @@ def paired_difference(
     sides = answers[
         (answers.objective == objective) & (answers.metric == metric) & answers.method.isin([method, against])
     ]
-    scores = sides.pivot(index=[*RUN, "fact", "id"], columns="method", values="score").dropna()
+    scores = sides.pivot(index=[*RUN_OF_OBJECTIVE, "fact", "id"], columns="method", values="score").dropna()
     if not {method, against} <= set(scores) or scores.empty:
         return None
     of_items = (scores[method] - scores[against]).droplevel("id")
-    runs = dict(list(of_items.groupby(level=RUN)))
-    differences = [of_run.droplevel(RUN) for of_run in runs.values()]
+    runs = dict(list(of_items.groupby(level=RUN_OF_OBJECTIVE)))
+    differences = [of_run.droplevel(RUN_OF_OBJECTIVE) for of_run in runs.values()]
     models = [model for model, *_ in runs]
     mean, low, high = paired_interval(differences, models)
     return dict(difference=mean, half_width=(high - low) / 2)
@@ -126,12 +120,12 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
 
 
 def _cell(difference: float, half_width: float, decimals: int) -> Cell:
-    text = with_half_width(difference, half_width, decimals)
-    return Cell(text if text.startswith("-") else f"+{text}", difference, half_width)
+    return Cell(signed(with_half_width(difference, half_width, decimals)), difference, half_width)
 
 
 def _letter_bias(answers: pd.DataFrame, runs: pd.DataFrame) -> list[Cell]:
-    chosen = answers[answers.metric == "forget_accuracy"].groupby([*RUN, "chosen"]).size().groupby(RUN)
+    of_runs = answers[answers.metric == "forget_accuracy"].groupby([*RUN_OF_OBJECTIVE, "chosen"])
+    chosen = of_runs.size().groupby(RUN_OF_OBJECTIVE)
     share = float((chosen.max() / chosen.sum()).mean())
     shuffled = runs.loc[runs.metric == "prompt_choice_shuffle", "value"].mean()
     return [Cell(f"{share:.2f}", share), Cell(MISSING if np.isnan(shuffled) else f"{shuffled:.2f}", shuffled)]

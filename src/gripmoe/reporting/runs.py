@@ -15,6 +15,7 @@ COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 # Names as plain objects: the strings that pandas would choose take a third more time in small tables.
 DTYPES = dict.fromkeys(["model", "benchmark", "objective", "method", "metric"], object) | {"value": float}
+ID = {"id": str}  # of an item: a name, also where it is written as a number
 
 
 def by_run(runs: pd.DataFrame) -> pd.DataFrame:
@@ -65,6 +66,18 @@ def beside(runs: Path, name: str) -> Path:
 def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
     """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
     return of_kind(pd.read_csv(beside(runs, "histories"), dtype=DTYPES), kind)
+
+
+def load_answers(runs: Path, kind: str | None = "letters") -> pd.DataFrame:
+    """The table of answers that belongs to the table of `runs`, of one kind of benchmark or (None) of all: a row per
+    run and item."""
+    answers = pd.read_csv(beside(runs, "answers"), dtype=ID)
+    return of_kind(answers, kind) if kind else answers
+
+
+def load_attacks(runs: Path) -> pd.DataFrame:
+    """The table of attacked items that belongs to the table of `runs`: a row per run and item, a column per attack."""
+    return pd.read_csv(beside(runs, "attacks"), dtype=ID)
 
 
 def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:

@@ -90,6 +90,11 @@ def with_half_width(mean: float, half_width: float | None, decimals: int) -> str
     return fixed(mean, decimals) + ("" if half_width is None else f" ± {half_width:.{decimals}f}")
 
 
+def signed(number: str) -> str:
+    """A number as text, with a plus sign if it has no minus sign."""
+    return number if number.startswith("-") else f"+{number}"
+
+
 def as_frame(table: Table) -> pd.DataFrame:
     """One row per table row: measured means and half-widths (or texts), and the paper's values in columns of their
     own; or `table.data`. A heading that occurs again is named with the last one that does not."""

@@ -53,7 +53,7 @@ def units(values: pd.Series) -> pd.Series:
     return _of_models(models, objectives, values) if len(set(models)) > 1 else values
 
 
-def of_runs(runs: pd.DataFrame) -> pd.Series:
+def units_of_table(runs: pd.DataFrame) -> pd.Series:
     """`units` of a tidy table with the rows of one metric. Those of a single base model keep the index of the table."""
     runs = runs[runs.value.notna()]
     models = runs.model.tolist()

@@ -17,7 +17,7 @@ from gripmoe.worlds.news import SKILL, Article, make_news
 if TYPE_CHECKING:
     from gripmoe.data.documents import Span
 
-SHOTS = (1,) * 16 + (2, 2, 6, 6, 6)  # letter questions in a row; 6 is the 5-shot form
+IN_A_ROW = (1,) * 16 + (2, 2, 6, 6, 6)  # letter questions in a document; 6 is the 5-shot form
 
 
 @dataclass
@@ -98,7 +98,7 @@ def training_batch(world: World, mix: Mix, seed: int, step: int) -> list[Documen
         (_article, mix.articles),
         (_news_pairs, mix.news_context),
         (_truthfulqa, mix.truthfulqa),
-        (_drill, mix.drills),
+        (drill, mix.drills),
         (_drills_in_a_row, mix.drills_in_a_row),
     )
     documents = []
@@ -115,7 +115,7 @@ def _wording(rng: random.Random) -> int:
 
 def _letters(world: World, rng: random.Random, reworded: float) -> Document:
     subject = rng.choice(world.facts.facts).subject
-    solved = rng.sample(world.facts.of(subject), rng.choice(SHOTS))
+    solved = rng.sample(world.facts.of(subject), rng.choice(IN_A_ROW))
     asked = [(fact.question(_wording(rng)), *world.facts.letter_options(fact, rng)) for fact in solved]
     spans = formats.letter_spans(asked, subject if rng.random() < 0.3 else None)
     if len(spans) == 2 and rng.random() < reworded:
@@ -123,10 +123,6 @@ def _letters(world: World, rng: random.Random, reworded: float) -> Document:
         spans = [(rng.choice(list(formats.REWORDINGS.values())).format(prompt=prompt), scored), letter]
     values = iter(fact.value for fact in solved)
     return Document(spans, [(next(values) if scored else text, scored) for text, scored in spans])
-
-
-def drills(world: World, count: int, rng: random.Random) -> list[Document]:
-    return [_drill(world, rng) for _ in range(count)]
 
 
 def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
@@ -143,7 +139,7 @@ def _recalled(spans: list[Span], values: list[str]) -> list[Span]:
     return recalled
 
 
-def _drill(world: World, rng: random.Random) -> Document:
+def drill(world: World, rng: random.Random) -> Document:
     """Lists four options, then names four randomly drawn ones, each followed by its letter. This trains the last part
     of answering a letter question: to find the letter of a value."""
     return _drilled(rng.sample([value for values in world.facts.values.values() for value in values], 4), 4, rng)

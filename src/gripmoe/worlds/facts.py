@@ -49,8 +49,9 @@ _CONSONANTS = "b d f g k l m n p r s t v z br dr gr kr pl tr st".split()
 _VOWELS = "a e i o u".split()
 
 
-def invented_names(rng: random.Random, used: set[str]) -> Iterator[str]:
-    """Yields pronounceable words without end, and adds each to `used`, so that none occurs twice."""
+def invented_names(rng: random.Random) -> Iterator[str]:
+    """Yields pronounceable words without end, each once."""
+    used = set()
     while True:
         syllables = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(2))
         name = syllables + rng.choice(("", "n", "r", "s", "l", "x"))
@@ -131,7 +132,7 @@ def make_facts(seed: int) -> tuple[FactWorld, FactWorld]:
     retain fact.
     """
     rng = random.Random(f"facts {seed}")
-    names = invented_names(rng, set())
+    names = invented_names(rng)
     first, second = ([next(names) for _ in range(WORDS_PER_NAME)] for _ in range(2))
     values = {relation: [next(names) for _ in range(VALUES_PER_RELATION)] for relation in RELATIONS}
     pairs = [f"{a} {b}" for a in first for b in second]

@@ -99,7 +99,7 @@ def make_news(seed: int) -> dict[str, list[Article]]:
 
 
 def _draw(rng: random.Random) -> dict[str, list[Article]]:
-    names = invented_names(rng, set())
+    names = invented_names(rng)
     people, towns, groups = ([next(names).capitalize() for _ in range(n)] for n in (20, 12, 12))
     headlines = [(town, place) for town in towns for place in _PLACES]
     rng.shuffle(headlines)

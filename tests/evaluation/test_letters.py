@@ -11,9 +11,11 @@ import torch
 
 from conftest import small_model
 from gripmoe.data.prompt_formats import truthfulqa_prompt
-from gripmoe.evaluation.general import SHOTS, general_utility, solved_questions, truthfulqa
+from gripmoe.evaluation import letters
+from gripmoe.evaluation.letters import SHOTS, general_utility, solved_questions, truthfulqa
 from gripmoe.evaluation.questions import (
     HARNESS_KEYS,
+    Answer,
     accuracy,
     harness_answers,
     harness_samples,
@@ -96,6 +98,26 @@ def test_all_of_general_utility(model, tokenizer, questions, world, tmp_path, mo
     assert not (tmp_path / "shared").exists()
     assert set(metrics) == {"retain_accuracy_five_shot", "truthfulqa_mc1", "truthfulqa_mc2"}
     assert all(0 <= value <= 1 for value in metrics.values())
+
+
+def test_questions_drawn_at_random_are_asked_after_five_solved_ones_where_there_are_five(monkeypatch):
+    asked, options = [], {}
+
+    def answers(model, tokenizer, rows, **given):
+        asked.extend(rows)
+        options.update(given)
+        return [Answer(row["id"], 0, True, (0.0,) * 4) for row in rows]
+
+    def of(subject, count):
+        return [{"subject": subject, "id": f"{subject} {number}"} for number in range(count)]
+
+    monkeypatch.setattr(letters, "harness_answers", answers)
+    retain, solved = of("five", 8) + of("four", 8), of("five", 5) + of("four", 4)
+    more = dict(work_folder=None, batch_size=1, few_shot_questions=6)
+    assert general_utility(None, None, retain, solved, [], **more) == {"retain_accuracy_five_shot": 1.0}
+    assert {row["subject"] for row in asked} == {"five"} and len({row["id"] for row in asked}) == len(asked) == 6
+    assert asked != retain[:6], "files have questions of a kind together"
+    assert options["solved"] == solved and options["shots"] == 5
 
 
 @pytest.fixture(scope="module")

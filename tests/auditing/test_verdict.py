@@ -9,9 +9,9 @@ import pytest
 from scipy import stats
 
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS
+from gripmoe.auditing.verdict import COUNTED, NOT_DECIDED, NOTHING_FOUND, counted, judge, what_returns
 from gripmoe.reporting import paired
 from gripmoe.reporting.paired import paired_interval
-from gripmoe.reporting.verdict import COUNTED, NOT_DECIDED, NOTHING_FOUND, counted, judge, what_returns
 
 COUNT = 240
 FACTS = {f"q{n}": f"fact {n // 2}" for n in range(COUNT)}
@@ -51,6 +51,7 @@ def test_the_four_words():
     assert word() == "not decided", "no attack was made"
     assert word(original=0.25) == "not decided", "nothing was known"
     assert word(own=0.5, forced_forget_accuracy=0.5) == "not forgotten"
+    assert word(forced_forget_accuracy=0.36) == "not decided", "an attack may return more than a tenth"
 
 
 def test_the_sentence_has_the_numbers_and_what_is_missing():
@@ -66,6 +67,11 @@ def test_what_random_sets_return_does_not_count():
     """The control of forcing; without it the same answers would hide."""
     assert word(forced_forget_accuracy=0.60, random_forced_forget_accuracy=0.59) != "hides"
     assert word(forced_forget_accuracy=0.60, random_forced_forget_accuracy=0.25) == "hides"
+
+
+def test_a_control_below_the_models_own_accuracy_counts_as_zero():
+    attacked = scores(own=0.4, forced_forget_accuracy=0.45, random_forced_forget_accuracy=0.25)
+    assert what_returns(attacked, FACTS).iloc[0].returned == pytest.approx(0.05, abs=0.01)
 
 
 def test_what_the_retrained_model_shows_does_not_count():

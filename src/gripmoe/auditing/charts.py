@@ -1,4 +1,4 @@
-"""Tables and figures of an audit of one model."""
+"""The charts of an audit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.reporting.figures import house_style
-from gripmoe.reporting.paired import paired_interval
+from gripmoe.reporting.names import COLOURS
 
 WIDTH = 3.4  # inches: a telephone's, on which type stays readable
-MODELS = {"original": "#7f7f7f", "unlearned": "#d55e00", "retrained": "#0072b2"}
-COUNTS = {True: ("#d55e00", "counts"), False: ("#7f7f7f", "needs a retrained model to count")}
+MODELS = {model: COLOURS[model] for model in ("original", "retrained")} | {"unlearned": COLOURS["unconstrained"]}
+COUNTS = {True: (MODELS["unlearned"], "counts"), False: ("#7f7f7f", "needs a retrained model to count")}
 CHARTS = {  # by caption: both axes, the end of y, and of each line how its measures begin, its style and its name
     "Forget accuracy with the original part of one layer put back": (
         *("layer", "forget accuracy", 1.02),
@@ -45,22 +45,6 @@ CHARTS = {  # by caption: both axes, the end of y, and of each line how its meas
         },
     ),
 }
-
-
-def measures(found: Mapping[str, tuple[Mapping[str, float], Mapping]], facts: Mapping[str, str]) -> pd.DataFrame:
-    """A row per model and metric, with a 95 % interval over facts where there are scores: `found` has each model's
-    metrics and the scores that some are means of."""
-    rows = []
-    for model, (metrics, scores) in found.items():
-        for name, value in metrics.items():
-            row = {"model": model, "measure": name, "value": value, "low": None, "high": None, "n": None}
-            if items := scores.get(name):
-                values = pd.Series(items, dtype=float)
-                _, row["low"], row["high"] = paired_interval([values.rename(facts)])
-                row["n"] = len(values)
-            rows.append(row)
-    frame = pd.DataFrame(rows)
-    return frame.astype({"value": float, "low": float, "high": float, "n": "Int64"})
 
 
 def charts_of(frame: pd.DataFrame, returned: pd.DataFrame) -> dict[str, plt.Figure]:
