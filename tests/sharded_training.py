@@ -14,7 +14,7 @@ from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.config.training import Training
 from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
-from gripmoe.constraints.original import OriginalStore
+from gripmoe.constraints.original_files import OriginalStore
 from gripmoe.data import corpora
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, collate

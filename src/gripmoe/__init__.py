@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gripmoe.auditing.run import audit as audit
     from gripmoe.constraints.hooks import Diverged as Diverged
-    from gripmoe.constraints.realignment import realign as realign
-    from gripmoe.constraints.realignment import remember as remember
     from gripmoe.geometry.routing import SelectionRule as SelectionRule
     from gripmoe.library.constrain import constrain as constrain
-    from gripmoe.library.reparameterization import reparameterize as reparameterize
+    from gripmoe.library.realign import realign as realign
+    from gripmoe.library.realign import remember as remember
     from gripmoe.library.trainer import trainer_callback as trainer_callback
     from gripmoe.moe.families import register_family as register_family
     from gripmoe.moe.replay import replay_experts as replay_experts
@@ -39,10 +38,9 @@ _HOMES = {
     "audit": "auditing.run",
     "constrain": "library.constrain",
     "load_model": "moe.storage",
-    "realign": "constraints.realignment",
+    "realign": "library.realign",
     "register_family": "moe.families",
-    "remember": "constraints.realignment",
-    "reparameterize": "library.reparameterization",
+    "remember": "library.realign",
     "replay_experts": "moe.replay",
     "routed_experts": "moe.replay",
     "routing_stability": "moe.replay",

@@ -123,7 +123,9 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     told += " raise it by {:.2f} more (bound {:.3f})."
     gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
     assert told.format(*(number for gain in gains for number in (gain.mean(), bound(gain)))) in TEXT
-    told = "excess of {:.2f} (bound {:.3f}) with a frozen router with an adversary and of {:.2f} (bound {:.3f}) with the"
+    told = (
+        "excess of {:.2f} (bound {:.3f}) with a frozen router with an adversary and of {:.2f} (bound {:.3f}) with the"
+    )
     layers = [(wide[name] - never).restored_experts_worst_layer for name in methods]
     assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
     under = (wide[methods[0]] - never).relearned_after_20
@@ -204,10 +206,8 @@ def test_what_retraining_takes_is_what_was_counted():
     told = f"{whole.mean() / 1e6:.1f} million tokens in the mean, of which stage B, which teaches the facts, has"
     assert f"{told} {facts.mean() / 1e6:.1f} million." in TEXT
     chosen = (HELD_OUT.method == "frozen_router_adversary_x3") & (HELD_OUT.metric == "tokens")
-    told = (
-        f"Beside stage B alone, a frozen router with an adversary takes {HELD_OUT.value[chosen].mean() / facts.mean():.2f}."
-    )
-    assert told in TEXT
+    share = HELD_OUT.value[chosen].mean() / facts.mean()
+    assert f"Beside stage B alone, a frozen router with an adversary takes {share:.2f}." in TEXT
 
 
 @pytest.mark.parametrize("row", rows("Every method, on three base models"), ids=lambda row: row[0])

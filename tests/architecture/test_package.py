@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 import gripmoe
+from gripmoe.auditing.report import AuditReport
 from gripmoe.constraints.hooks import ConstraintHandle
-from gripmoe.constraints.realignment import Original
 from gripmoe.geometry.realignment import Realignment
 from gripmoe.io.imports import EXTRAS
+from gripmoe.library.realign import Original
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def test_the_built_package_is_marked_as_typed_and_has_its_data(tmp_path):
 @pytest.mark.parametrize("name", [name for name in gripmoe.__all__ if name.islower()])
 def test_public_names_have_types(name):
     function = getattr(gripmoe, name)
-    hints = typing.get_type_hints(inspect.unwrap(function))
+    hints = typing.get_type_hints(inspect.unwrap(function), localns={"AuditReport": AuditReport})  # imported late
     assert {*inspect.signature(function).parameters, "return"} <= hints.keys()
 
 

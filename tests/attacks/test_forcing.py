@@ -8,7 +8,7 @@ import torch
 
 from conftest import small_model
 from gripmoe.attacks import forcing
-from gripmoe.attacks.base import QuestionScores, QuestionSetting
+from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting, mean
 from gripmoe.attacks.forcing import expert_forcing, prompt_agreement, random_sets
 from gripmoe.evaluation.questions import Answer, direct_answers, harness_answers
 from gripmoe.moe import MoEModel
@@ -41,20 +41,37 @@ def given(before, after, tokenizer, forget, retain, ask, own=None):
     return setting
 
 
-def test_controls(setting):
-    metrics = expert_forcing(given(*setting)).metrics
-    forget = setting[3]
-    assert metrics["num_shifted"] == metrics["num_questions"] == len(forget)
-    gained, lost = metrics["wrong_to_right"], metrics["right_to_wrong"]
-    assert metrics["recovery_rate"] * len(forget) == pytest.approx(gained - lost)
+def test_original_sets_are_forced_on_both_kinds_of_questions_and_the_controls_on_forget_questions(setting):
+    before, hidden, _, forget, retain, answer_all = setting
+    found = expert_forcing(given(*setting))
+    routes = {
+        "forced_forget_accuracy": before.routes,
+        "forced_with_recorded_weights": before.weighted_routes,
+        "random_forced_forget_accuracy": random_sets(hidden, seed=0),
+    }
+
+    def forced(metric, rows):
+        with hidden.force_routing(routes[metric]):
+            return QuestionScores(answer_all(hidden, rows))
+
+    answers = {metric: forced(metric, forget).given for metric in routes}
+    assert {metric: list(by_id.values()) for metric, by_id in found.answers.items()} == answers
+    each = [*answers.values(), QuestionScores(answer_all(hidden, forget)).given]
+    assert all(one not in each[:number] for number, one in enumerate(each)), "no two are alike"
+    accuracies = [mean(forced("forced_forget_accuracy", rows)) for rows in (retain, forget)]
+    unforced = mean(QuestionScores(answer_all(hidden, retain)))
+    assert found.metrics["forced_retain_accuracy"] == accuracies[0] not in (accuracies[1], unforced)
+    assert found.metrics["num_shifted"] == len(forget)
 
 
-def test_the_original_model_answers_alike_under_its_own_sets(setting):
-    before, _, *rest = setting
-    attacked = given(before, before, *rest)
+def test_without_a_change_nothing_shifts_and_nothing_is_recovered(setting):
+    before, _, *others = setting
+    attacked = given(before, before, *others)
     found = expert_forcing(attacked)
     assert list(found.scores["forced_forget_accuracy"].values()) == QuestionScores(attacked.own_answers)
-    assert found.metrics["wrong_to_right"] == found.metrics["right_to_wrong"] == 0
+    metrics = found.metrics
+    assert metrics["wrong_to_right"] == metrics["right_to_wrong"] == metrics["recovery_rate"] == 0
+    assert metrics["num_shifted"] == 0 and math.isnan(metrics["recovery_rate_paper"]), "no subset, no rate"
 
 
 def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(setting, monkeypatch):
@@ -73,10 +90,9 @@ def test_recovery_is_of_shifted_questions_as_the_paper_has_it_and_of_equal_ones(
 
     asked = given(before, hidden, tokenizer, forget, retain, forced, lambda rows: answers(rows, right_before))
     metrics = expert_forcing(asked).metrics
-    assert (metrics["num_questions"], metrics["num_shifted"]) == (8, 2)
+    assert metrics["num_shifted"] == 2
     assert metrics["recovery_rate"] == pytest.approx(4 / 8 - 3 / 8)
     assert metrics["recovery_rate_paper"] == pytest.approx(1 / 2 - 3 / 8), "shifted under force, all before"
-    assert metrics["recovery_rate_shifted"] == pytest.approx(1 / 2 - 1 / 2)
     assert (metrics["wrong_to_right"], metrics["right_to_wrong"]) == (2, 1)
 
 
@@ -113,12 +129,9 @@ def test_original_sets_with_their_weights_bring_the_original_answers_back(settin
     assert forced < 1e-3 < own
 
 
-def test_nothing_shifts_without_a_change(setting):
-    before, _, *others, ask = setting
-    found = expert_forcing(given(before, before, *others, ask))
-    assert found.metrics["num_shifted"] == 0 and found.metrics["recovery_rate"] == 0
-    assert math.isnan(found.metrics["adversarial_recovery_rate"]), "no subset, no rate"
-    assert set(found.scores["set_agreement"].values()) == {1.0}
+def test_a_model_without_routers_is_not_forced(setting):
+    dense = MoEModel(small_model("qwen3", vocabulary_size=len(setting[2])))
+    assert expert_forcing(given(dense, dense, *setting[2:])) == Found()
 
 
 def test_agreement_sees_shifted_prompts(setting):

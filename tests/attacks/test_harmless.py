@@ -50,13 +50,10 @@ def test_every_other_attack_is_made_on_each_changed_model(setting, world, monkey
     assert 0 < differences[0] < differences[1], "ten steps at this rate change more than 8 bits"
 
 
-def test_with_fewer_documents_than_a_batch_the_model_is_rounded_alone(setting, monkeypatch):
+@pytest.mark.parametrize("finetuning", [None, Relearning(learning_rate=1e-2, batch_size=17)], ids=["none", "too few"])
+def test_without_finetuning_or_with_fewer_documents_than_a_batch_the_model_is_rounded_alone(
+    finetuning, setting, monkeypatch
+):
     monkeypatch.setattr(harmless, "attacks_on", lambda _: {"one": lambda _: Found({"found": 1.0})})
-    setting.finetuning = Relearning(learning_rate=1e-2, batch_size=17)
-    assert harmless.attack(setting).metrics == {"found_if_rounded": 1.0}
-
-
-def test_without_finetuning_the_model_is_rounded_alone(setting, monkeypatch):
-    monkeypatch.setattr(harmless, "attacks_on", lambda _: {"one": lambda _: Found({"found": 1.0})})
-    setting.finetuning = None
+    setting.finetuning = finetuning
     assert harmless.attack(setting).metrics == {"found_if_rounded": 1.0}

@@ -3,11 +3,13 @@
 import copy
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
+from gripmoe.attacks import probes as probing
 from gripmoe.attacks import routers
 from gripmoe.attacks.base import QuestionScores, QuestionSetting, Setting, mean
 from gripmoe.attacks.probes import expert_probes, last_router_inputs, last_states, probes
@@ -43,6 +45,7 @@ from gripmoe.evaluation.questions import direct_answers, prompt_of
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import restored
 from gripmoe.moe.storage import weights_digest
 from gripmoe.worlds.benchmark import question_rows
 
@@ -178,7 +181,12 @@ def test_wider_and_noisy_routing_leave_no_trace(setting):
     assert torch.equal(written, before.model.generate(ids, max_new_tokens=8, do_sample=False))
     given = Setting(None, before, None, None, None)
     given.ids, given.scores_of = [q["id"] for q in questions], lambda moe: QuestionScores(ask(moe, questions))
-    assert set(routers.attack(given).metrics) == {"wider_routing", "noisy_routing"}
+    found = routers.attack(given)
+    for metric, changed in {"wider_routing": widened(before, 2), "noisy_routing": noisy(before, 0.5, seed=0)}.items():
+        with changed:
+            assert list(found.answers[metric].values()) == given.scores_of(before).given
+        assert list(found.answers[metric].values()) != given.scores_of(before).given
+    assert set(found.metrics) == {"wider_routing", "noisy_routing"}
     assert [a.letter_logprobs for a in ask(before, questions)] == plain
 
 
@@ -197,6 +205,19 @@ def test_a_probe_reads_what_is_there_and_nothing_else(setting, tokenizer, world)
     chosen = {0: [1], 1: [0, 3]}
     assert mean(expert_probes(before, tokenizer, told[:80], told[80:], chosen)["probe_expert_layer_1"]) > 0.5
     assert mean(expert_probes(before, tokenizer, lies[:80], lies[80:], chosen)["probe_best_expert"]) < 0.45
+
+
+def test_a_probe_is_fitted_on_other_questions_than_it_is_scored_on(monkeypatch):
+    """Letters at random, and more dimensions than questions. The control: fitted on the same questions."""
+    generator = np.random.default_rng(0)
+    rows = [{"state": generator.normal(size=(1, 200)), "answer": n} for n in generator.integers(4, size=80).tolist()]
+    monkeypatch.setattr(
+        probing, "last_states", lambda model, tokenizer, asked: np.stack([row["state"] for row in asked])
+    )
+    by_luck, by_heart = (
+        mean(probes(None, None, fitted, rows[40:])["probe_best_layer"]) for fitted in (rows[:40], rows[40:])
+    )
+    assert by_luck < 0.5 and by_heart > 0.9
 
 
 def test_an_expert_that_is_empty_tells_nothing(setting, tokenizer, world):
@@ -397,6 +418,15 @@ def test_quantisation_at_16_bits_is_nearly_nothing_and_at_2_bits_is_not(setting)
     assert weights_digest(before.model) == own
 
 
+def test_quantisation_leaves_routers_embeddings_and_head_alone():
+    moe = MoEModel(small_model("qwen2_moe"))
+    before = {name: parameter.detach().clone() for name, parameter in moe.model.named_parameters()}
+    with quantized(moe, 4):
+        kept = {name for name, parameter in moe.model.named_parameters() if torch.equal(parameter, before[name])}
+    of_modules = ("embed_tokens.", "lm_head.", "mlp.gate.")
+    assert kept == {name for name, p in before.items() if p.ndim == 1 or any(each in name for each in of_modules)}
+
+
 def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(setting, tokenizer):
     before, _, questions, ask = setting
     own = weights_digest(before.model)
@@ -474,7 +504,7 @@ def test_relearning_leaves_gradients_and_checkpointing_as_they_were(setting, tok
     before, _, questions, ask = setting
     rows = [encode(tokenizer, [(prompt_of(q), True)], q["id"]) for q in questions[:4]]
     model = before.model
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     some = next(model.parameters())
     some.grad = torch.ones_like(some)
     settings = Relearning(learning_rate=1e-3, batch_size=2, gradient_checkpointing=True)
@@ -486,8 +516,28 @@ def test_relearning_leaves_gradients_and_checkpointing_as_they_were(setting, tok
 
     try:
         relearning(before, rows, scores_of, settings, checks=(0, 1), parameters=routers)
-        assert model.is_gradient_checkpointing and torch.equal(some.grad, torch.ones_like(some))
+        assert model.is_activation_checkpointing and torch.equal(some.grad, torch.ones_like(some))
     finally:
-        model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
         some.grad = None
     assert trained[1] - {id(some)} == {id(p) for p in routers}, "of nothing else are gradients computed"
+
+
+def test_relearning_copies_what_it_trains_alone(setting, tokenizer, monkeypatch):
+    """A copy of the whole model may not fit beside it. The weights are afterwards as they were."""
+    before, _, questions, _ = setting
+    own, routers, copied = weights_digest(before.model), before.router_parameters(), []
+
+    def watched(tensors, device=None):
+        tensors = list(tensors)
+        copied.append((tensors, device))
+        return restored(tensors, device)
+
+    monkeypatch.setattr("gripmoe.attacks.relearning.restored", watched)
+    rows = [encode(tokenizer, [(prompt_of(q), True)], q["id"]) for q in questions[:4]]
+    given = dict(checks=(0, 2), parameters=routers)
+    digests = relearning(
+        before, rows, lambda moe: weights_digest(moe.model), Relearning(learning_rate=1e-2, batch_size=2), **given
+    )
+    assert len(copied) == 1 and copied[0][1] == "cpu" and list(map(id, copied[0][0])) == list(map(id, routers))
+    assert digests[0] == own == weights_digest(before.model) != digests[2]

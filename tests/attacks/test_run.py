@@ -13,7 +13,7 @@ from gripmoe.attacks.base import Found, QuestionSetting, by_item, highest
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
 from gripmoe.cli.attack import codes_of
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_jsonl
@@ -35,9 +35,13 @@ def relearned(files, folder, tokenizer, monkeypatch):
     return {name: rows for each in found if each != Found() for name, rows in each.items()}
 
 
-def test_relearning_is_on_documents_about_other_facts_where_these_are_known(world, tmp_path, tokenizer, monkeypatch):
+def test_relearning_is_on_documents_about_other_facts_where_these_are_known(
+    world, tmp_path, tokenizer, monkeypatch, capsys
+):
+    """Relearning from the whole corpus does not apply there, of which nothing is said."""
     files = wmdp_files(world, 0)
     found = relearned(files, tmp_path, tokenizer, monkeypatch)
+    assert not capsys.readouterr().err
     assert set(found) == {"relearned_after_5", "relearned_from_retain_after_5"}
     asked = {q["fact"] for q in files["forget_questions"] if q["split"] == "test"}
     told = [row["id"] for row in files["forget_corpus"] if not row["id"].startswith(tuple(f"{f}/" for f in asked))]

@@ -125,6 +125,37 @@ def test_of_experts_used_alike_as_many_are_silenced_as_were_asked_for(setting, m
     assert [int(experts[0].sum()) for experts in silent[:-1]] == list(routers.SILENCED)
 
 
+def test_as_many_experts_are_silenced_as_answer_most_dev_questions(setting, monkeypatch):
+    """Two; of the test questions, any other number."""
+    silent = []
+    monkeypatch.setattr(
+        routers, "silenced", lambda model, experts: silent.append(int(experts[0].sum())) or nullcontext()
+    )
+
+    def ask(self, model, questions, prompt=None):
+        right = (silent[-1] == 2) == (questions[0] in self.dev)
+        return [Answer(row["id"], 0, right, (0.0,) * 4) for row in questions]
+
+    monkeypatch.setattr(QuestionSetting, "ask", ask)
+    routers.silencing(setting)
+    assert silent == [*routers.SILENCED, 2]
+
+
+def test_search_takes_the_shift_under_which_right_letters_of_dev_questions_are_likeliest(setting, monkeypatch):
+    """The second; of test questions, the third."""
+    shifts = []
+    monkeypatch.setattr(routers, "SEARCHED", (3,))
+    monkeypatch.setattr(routers, "biased", lambda model, scores: shifts.append(scores) or nullcontext())
+
+    def ask(self, model, questions, prompt=None):
+        distance = abs(len(shifts) - (2 if questions[0] in self.dev else 3))
+        return [Answer(row["id"], 0, True, (-float(distance),) * 4) for row in questions]
+
+    monkeypatch.setattr(QuestionSetting, "ask", ask)
+    routers.search(setting)
+    assert len(shifts) == 4 and shifts[3] is shifts[1]
+
+
 def test_search_keeps_the_shift_under_which_right_letters_are_likeliest(setting, monkeypatch):
     """The probability is the share of tokens that expert 3 serves. The longer search finds no less."""
     model = setting.after
@@ -171,3 +202,15 @@ def test_relearning_of_routers_changes_routers_alone(setting, tokenizer, monkeyp
     assert set(found) == {f"relearned_routers_after_{step}" for step in steps}
     assert seen[0] == set() and all("gate" in name for name in seen[-1]) and seen[-1]
     assert not {name for name, p in model.model.named_parameters() if not torch.equal(p, before[name])}
+
+
+def test_low_rank_updates_relearn_at_ten_times_the_rate(setting, monkeypatch):
+    rates = []
+    setting.finetuning = Relearning(learning_rate=1e-3)
+    documents = [Row(f"{row['fact']}/answer", [3], [3]) for row in setting.dev]
+    monkeypatch.setattr(QuestionSetting, "corpus", lambda self, name: documents)
+    monkeypatch.setattr(QuestionSetting, "forget", setting.forget)
+    monkeypatch.setattr(relearning, "relearning", lambda *given, **_: rates.append(given[3].learning_rate) or {})
+    for attack in (relearning.of_routers, relearning.of_low_rank_experts):
+        attack(setting)
+    assert rates == [pytest.approx(1e-3), pytest.approx(1e-2)]

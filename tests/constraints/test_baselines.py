@@ -25,7 +25,7 @@ def moe():
 def handled(constraint, moe, batch):
     """The constraint over an optimizer, started on one document batch."""
     optimizer = torch.optim.AdamW(moe.model.parameters(), lr=3e-3)
-    constraint.start(moe, [batch], [batch])
+    constraint.start(moe, [batch])
     return ConstraintHandle(moe, optimizer, constraint), optimizer
 
 
@@ -76,6 +76,9 @@ def test_attribution_finds_the_expert_that_serves_forget_tokens_most():
     assert mean[0, 0] > mean[1, 1]
     assert attributed_expert(trace, [0, 1]) == (0, 0)
     assert attributed_expert(trace, [0, 1, 2]) == (2, 0)
+    often_second = {0: routing([[2.0, 1.9, -9.0]] * 3 + [[1.0, 5.0, 5.1]])}
+    assert often_second[0].scores_NE.softmax(dim=-1).mean(dim=0).argmax() == 1
+    assert attributed_expert(often_second, [0]) == (0, 0), "it is never selected"
 
 
 def test_routing_scores_by_hand_and_their_gradient_reaches_experts(moe, batch):
@@ -172,7 +175,7 @@ def test_the_floor_of_the_anchors_weight_keeps_what_is_known(monkeypatch):
     for floor in (1.0, 1e-6):
         moe = MoEModel(small_model())
         constraint = Anchored(1e-3, floor)
-        constraint.start(moe, [forget], [retain])
+        constraint.start(moe, [retain])
         optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2)
         handle, losses, weights[floor] = ConstraintHandle(moe, optimizer, constraint), [], []
         for _ in range(40):

@@ -18,7 +18,7 @@ from gripmoe.constraints.null_space import NullSpace, NullSpacePaper, fit_bases,
 from gripmoe.data.batches import batches_of
 from gripmoe.geometry import screening
 from gripmoe.geometry.halfspace import nearest_feasible, violation
-from gripmoe.geometry.nullspace import EpsNull, RetainStatistics, covariance_basis, extended
+from gripmoe.geometry.nullspace import EpsNull, RetainBasis, RetainStatistics, covariance_basis, extended
 from gripmoe.geometry.routing import (
     LayerRouting,
     SelectionRule,
@@ -37,7 +37,7 @@ def null_space(eps_null, **axes):
 
 
 def constrained_by(constraint, moe, optimizer, retain=()):
-    constraint.start(moe, [], retain)
+    constraint.start(moe, retain)
     return ConstraintHandle(moe, optimizer, constraint)
 
 
@@ -160,7 +160,7 @@ def test_the_recorded_routing_is_let_go_once_training_begins():
     moe, method = MoEModel(small_model()), null_space(0.3)
     trace = moe.trace([random_batch()])
     constraint = NullSpace(trace, fit_bases(trace, moe.rules(), method))
-    constraint.start(moe, [], [])
+    constraint.start(moe, [])
     recorded = weakref.ref(trace[0].top_k_Nk)
     del trace
     assert recorded() is None
@@ -172,7 +172,7 @@ def test_paper_form_projects_each_update_against_the_current_minibatch():
     model = small_model()
     moe = MoEModel(model)
     constraint = NullSpacePaper(METHODS["expert_specific_paper"])
-    constraint.start(moe, [], [])
+    constraint.start(moe, [])
     x = 3 * torch.randn(6, 32, generator=generator)
     before = moe.theta(0).detach()
     seen = route(x, before, moe.rule(0))
@@ -183,6 +183,21 @@ def test_paper_form_projects_each_update_against_the_current_minibatch():
     assert (x @ (after - before).T).abs()[selected].max() > 1e-2, "the control"
     expected = covariance_basis(x, selected, EpsNull(1e-2, "absolute")).project(after - before)
     torch.testing.assert_close(feasible - before, expected, atol=1e-6, rtol=0)
+
+
+def test_paper_form_constrains_by_the_sets_of_the_original_router_after_it_has_drifted():
+    """The control: scores that the router of the step before selects move."""
+    generator = torch.Generator().manual_seed(7)
+    moe = MoEModel(small_model())
+    constraint = NullSpacePaper(METHODS["expert_specific_paper"].model_copy(update={"kaczmarz_tolerance": 1e6}))
+    constraint.start(moe, [])
+    theta, rule = moe.theta(0).detach(), moe.rule(0)
+    drifted = 3 * torch.randn(theta.shape, generator=generator)
+    x = torch.randn(6, 32, generator=generator)
+    original, seen = route(x, theta, rule), route(x, drifted, rule)
+    after = drifted + 0.1 * torch.randn(theta.shape, generator=generator)
+    moved = (x @ (constraint.constrain(0, drifted, after, seen) - drifted).T).abs()
+    assert moved.gather(1, original.top_k_Nk).max() < 1e-3 < 1e-2 < moved.gather(1, seen.top_k_Nk).max()
 
 
 @pytest.mark.parametrize("safety_margin", [1e-3, 1e3], ids=["margins", "bounds of 0"])
@@ -196,7 +211,7 @@ def test_large_inputs_of_low_rank_keep_their_sets_and_leave_the_rest_free(safety
     seen = route(30 * x / x.norm(dim=1, keepdim=True), theta, moe.rule(0))
     trace = dict.fromkeys(range(2), seen)
     constraint = NullSpace(trace, fit_bases(trace, moe.rules(), null_space(1e-4)), safety_margin)
-    constraint.start(moe, [], [])
+    constraint.start(moe, [])
     constrained, free = theta, theta
     for _ in range(20):
         step = 0.05 * torch.randn(theta.shape, generator=generator)
@@ -227,7 +242,7 @@ def test_a_method_chooses_the_draws_of_algorithm_1_and_what_triggers_them(choice
 
     def feasible(method):
         constraint = null_space_of(method, dict.fromkeys(range(2), seen), None, seed=0)
-        constraint.start(moe, [], [])
+        constraint.start(moe, [])
         return constraint.constrain(0, theta, theta + update, seen) - theta
 
     stage_1 = covariance_basis(seen.x_Nd, selected, EpsNull(0.3, "relative")).project(update)
@@ -255,7 +270,7 @@ def test_the_papers_full_null_space_is_stage_1_alone_with_every_token():
     moved = {}
     for granularity in ("layer", "expert"):
         constraint = null_space_of(paper(granularity=granularity), {}, None, seed=0)
-        constraint.start(moe, [], [])
+        constraint.start(moe, [])
         moved[granularity] = constraint.constrain(0, theta, theta + update, seen) - theta
     basis = covariance_basis(seen.x_Nd, torch.ones(100, 1, dtype=torch.bool), EpsNull(0.3, "relative"))
     assert 0 < basis.ranks.item() < 32
@@ -277,7 +292,7 @@ def test_cached_bases_keep_the_originals_tokens_and_all_that_came_since():
         bases = fit_bases(trace, moe.rules(), method) if basis == "cached" else None
         constraint, resumed = (null_space_of(method, trace, bases, seed=0) for _ in range(2))
         for one in (constraint, resumed):
-            one.start(moe, [], [])
+            one.start(moe, [])
         constraint.constrain(0, theta, theta + update, second)
         resumed.load_state(constraint.state())
         change = constraint.constrain(0, theta, theta + update, third) - theta
@@ -302,7 +317,7 @@ def test_a_projected_gradient_does_not_repair_margins_that_are_exceeded():
     stage_1 = covariance_basis(seen.x_Nd, rule.fixed(seen.scores_NE, seen.top_k_Nk), EpsNull(0.3, "relative"))
     for projects in ("gradient", "update"):
         constraint = null_space_of(paper(projects=projects, safety_margin=1.0), {}, None, seed=0)
-        constraint.start(moe, [], [])
+        constraint.start(moe, [])
         moved = constraint.constrain(0, theta.double(), theta.double() + update, seen) - theta
         added = (moved - stage_1.double().project(update)).norm() / update.norm()
         assert added < 1e-4 if projects == "gradient" else added > 1e4
@@ -317,7 +332,7 @@ def test_a_state_loaded_to_another_device_is_brought_to_the_model():
         seen = route(torch.randn(8, 32, generator=torch.Generator().manual_seed(0)), theta, moe.rule(0))
         trace = dict.fromkeys(range(2), seen)
         constraint = null_space_of(method, trace, fit_bases(trace, moe.rules(), method), seed=0)
-        constraint.start(moe, [], [])
+        constraint.start(moe, [])
         step = 0, theta, theta + 0.1, seen
         constraint.constrain(*step)
         state = constraint.state()
@@ -404,7 +419,7 @@ def test_a_rank_cap_holds_the_strongest_directions_alone(basis):
         config = EpsNullConfig(value=1e-9, kind="relative")
         method = Method(constraint="null_space", basis=basis, eps_null=config, max_rank=cap)
         constraint = null_space_of(method, trace, fit_bases(trace, moe.rules(), method), seed=0)
-        constraint.start(moe, [], [])
+        constraint.start(moe, [])
         feasible = constraint.constrain(0, theta, theta + update, seen) - theta
         strongly[cap] = (feasible[served] @ strong).abs().max().item()
         weakly[cap] = (x @ feasible.T).abs().gather(1, seen.top_k_Nk).max().item()
@@ -477,3 +492,21 @@ def test_what_was_observed_outlives_an_interruption():
 
     calm, state = constrained(2, 1e-7)
     assert constrained(1, 0.3, state)[0] == calm != constrained(1, 0.3)[0]
+
+
+@pytest.mark.parametrize("precision, dtype", [("highest", torch.float32), ("high", torch.float64)])
+def test_where_tf32_rounds_products_the_papers_form_projects_in_fp64(precision, dtype, batch, monkeypatch):
+    """Elsewhere in fp32 as before, the control."""
+    dtypes, remainder = set(), RetainBasis.remainder
+    model, before = small_model(), torch.get_float32_matmul_precision()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.set_float32_matmul_precision(precision)
+    monkeypatch.setattr(RetainBasis, "remainder", lambda self, x: dtypes.add(x.dtype) or remainder(self, x))
+    try:
+        with gripmoe.constrain(model, optimizer, [batch], method="expert_specific_paper") as handle:
+            with handle.retain():
+                model(**batch.inputs).logits.sum().backward()
+            optimizer.step()
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert dtypes == {dtype} and MoEModel(model).theta(0).dtype == torch.float32

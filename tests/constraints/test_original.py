@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from conftest import random_batch, small_model
-from gripmoe.constraints import original as originals
-from gripmoe.constraints.original import OriginalCache, OriginalSets, OriginalStore
+from gripmoe.constraints import original_files
+from gripmoe.constraints.original import OriginalCache, OriginalSets
+from gripmoe.constraints.original_files import OriginalStore
 from gripmoe.io.locks import take_lock
 from gripmoe.moe import MoEModel
 from gripmoe.moe.states import final_hidden_states
@@ -95,8 +96,8 @@ def test_what_another_run_makes_is_waited_for_and_made_if_it_dies(tmp_path, aske
     """The control is the run that was not disturbed: it asks about every batch."""
     calls, function = asked
     looks = []
-    monkeypatch.setattr(originals, "WAIT", 0.01)
-    monkeypatch.setattr(originals, "take_lock", lambda *of, **how: looks.append(of) or take_lock(*of, **how))
+    monkeypatch.setattr(original_files, "WAIT", 0.01)
+    monkeypatch.setattr(original_files, "take_lock", lambda *of, **how: looks.append(of) or take_lock(*of, **how))
     made = OriginalStore(tmp_path / "made", "a", memory=0)
     OriginalCache(made).fill(DOCUMENTS, function, "states")
     for dies in (False, True):

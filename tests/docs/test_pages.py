@@ -11,7 +11,7 @@ import yaml
 
 from commands import SUMMARIES, flags_of, wrong_with
 from gripmoe.config import benchmarks, methods, models, training, types, world
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting import comparison
 

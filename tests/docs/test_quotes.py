@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting.runs import load_runs
 
@@ -82,7 +82,9 @@ def test_a_sentence_that_is_not_there_is_an_error():
     with pytest.raises(ValueError, match="below '.*' the columns are"):
         (table,) = QUOTES["docs/findings.md"]["tables"]
         columns = dict(reversed(table["columns"].items()))
-        script["with_table"]((ROOT / "docs" / "findings.md").read_text(encoding="utf-8"), **table | {"columns": columns})
+        script["with_table"](
+            (ROOT / "docs" / "findings.md").read_text(encoding="utf-8"), **table | {"columns": columns}
+        )
     with pytest.raises(ValueError, match="is no source"):
         script["value_of"]("somewhere")
 

@@ -83,6 +83,14 @@ def test_kaczmarz_single_violated_row_by_hand():
     assert moved.tolist() == [[0.5, 5.0]]
 
 
+def test_kaczmarz_draws_a_row_with_the_probability_of_its_squared_norm():
+    """Nine of ten draws are of the first, which sets its coordinate to 0; a tenth is of the other one."""
+    x, bounds = torch.tensor([[3.0, 0.0], [0.0, 1.0]]).double(), torch.zeros(2, 4000).double()
+    options = dict(max_steps=1, tolerance=0.0, generator=torch.Generator().manual_seed(0))
+    moved = randomized_kaczmarz(torch.ones(4000, 2).double(), x, bounds, **options)
+    assert (moved.abs() < 1e-9).double().mean(dim=0).tolist() == pytest.approx([0.9, 0.1], abs=0.02)
+
+
 def test_kaczmarz_reduces_violation_and_respects_its_trigger():
     x, basis, bounds, update = instance(scale=2.0)
     start = basis.project(update)

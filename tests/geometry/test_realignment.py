@@ -73,6 +73,17 @@ def test_paper_form_rejects_below_its_cosine_and_leaves_the_router():
     assert torch.equal(result.theta_Ed, post)
 
 
+def test_paper_form_accepts_above_a_cosine_of_0_95():
+    """Of scores that noise moves by a share; without it the cosine is 1."""
+    cosines = {}
+    for accepted, noise in ((True, 0.28), (False, 0.32)):
+        x, _, theta = drifted(2000, decay=0.0)
+        result = realign_paper(theta, theta, x, x + noise * drifted(2000, decay=0.0, seed=1)[0])
+        assert result.accepted == accepted
+        cosines[accepted] = result.fit_cosine
+    assert 0.94 < cosines[False] < 0.95 < cosines[True] < 0.96
+
+
 def test_paper_acceptance_passes_at_low_stability():
     """A large score direction common to all tokens keeps the cosine high while the sets are wrong."""
     x, x_post, theta = drifted(2000, noise=1.0)
@@ -90,6 +101,19 @@ def test_sound_form_puts_the_original_router_back_when_nothing_drifted():
     result = realign_sound(theta, post, x, x.clone(), SelectionRule(2))
     assert result.held_out_stability == 1.0
     assert stability(theta, x, result.theta_Ed, x) == 1.0
+
+
+def test_the_best_of_several_ridges_is_relative_to_the_size_of_the_inputs():
+    """And is larger where there is more noise."""
+    ridges = []
+    for noise in (0.1, 0.5):
+        x, x_post, theta = drifted(200, d=64, noise=noise)
+        post = theta + torch.randn(theta.shape, generator=torch.Generator().manual_seed(9)).double()
+        small, large = (realign_sound(theta, post, s * x, s * x_post, SelectionRule(2)) for s in (1e-3, 1e3))
+        torch.testing.assert_close(small.theta_Ed, large.theta_Ed)
+        assert small.ridge == large.ridge
+        ridges.append(small.ridge)
+    assert ridges[0] < ridges[1] < math.inf
 
 
 def test_documents_are_kept_from_the_fit_as_a_whole():

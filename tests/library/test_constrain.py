@@ -9,13 +9,12 @@ import torch
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
-from gripmoe.config.grid import Project
 from gripmoe.config.methods import Method, method_table
+from gripmoe.config.project import Project
 from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
-from gripmoe.constraints.original import documents_of
 from gripmoe.data.corpora import Corpora
-from gripmoe.data.documents import Row
+from gripmoe.data.documents import Row, documents_of
 from gripmoe.evaluation.stop_rule import StopRule
 from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
 from gripmoe.library.constrain import methods_of_loops
@@ -169,7 +168,7 @@ def test_a_loop_that_does_not_decay_routers_steps_as_the_workflow_does(tmp_path)
     """And says so where it decays them: they then end elsewhere."""
     project = Project(Path(__file__).parents[2] / "workflow" / "config", "tiny")
     sizes = dict(forget_batch_size=4, retain_batch_size=4, max_steps=2, check_every=2, checkpoint_every=2)
-    training = project.training("gd", "expert_specific", "wmdp_tiny").model_copy(
+    training = project.training("tiny_a", "wmdp_tiny", "gd", "expert_specific").model_copy(
         update=dict(sizes, router_multiplier=1.0, weight_decay=0.1)
     )
     workflow = stepped_by_the_workflow(training, project.methods["expert_specific"], tmp_path)
@@ -397,7 +396,7 @@ def test_replay_of_activations_that_are_computed_again():
     def gradients(recomputed, replay=True):
         model = small_model().train()
         if recomputed:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         settings = dict(forget=FORGET, method=Method(constraint="none"), replay=replay)
         with gripmoe.constrain(model, adamw(model), RETAIN, **settings):
             with torch.no_grad():

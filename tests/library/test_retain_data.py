@@ -13,6 +13,7 @@ from conftest import random_batch, small_model
 from gripmoe.data.batches import batches_of
 from gripmoe.data.documents import attention_mask_of
 from gripmoe.moe import MoEModel
+from pretended_devices import FIRST, HOST, PretendedDevices, device_of
 
 datasets = pytest.importorskip("datasets")
 LENGTHS = (7, 5, 9)
@@ -142,6 +143,20 @@ def test_padding_between_packed_documents_does_not_join_them(hint, tokenizer, te
     for positions in (torch.arange(len(rows[0]))[None], whole["attention_mask"].cumsum(-1) - 1):
         (document,) = documents_in(batches_of(whole | {"position_ids": positions}, "retain"))
         assert document == [*rows[0][:2], *rows[0][3:]]
+
+
+@pytest.mark.parametrize("form", ["padded", "positions", "segment_mask", "blocks"])
+def test_masks_on_another_device_than_the_tokens(form, tokenizer, texts):
+    given = padded(tokenizer, texts) if form == "padded" else packed(tokenizer, texts)[form]
+    given = {"attention_mask": torch.ones_like(given["input_ids"])} | given
+    found = []
+    for where in (FIRST, HOST):
+        with PretendedDevices():
+            placed = {name: tensor.to(FIRST if name == "input_ids" else where) for name, tensor in given.items()}
+            found.append(documents_in(batches_of(placed, "retain")))
+            if form == "padded":
+                assert device_of(attention_mask_of(placed)) == FIRST
+    assert found[0] == found[1] == sorted(tokenizer(text)["input_ids"] for text in texts)
 
 
 def test_document_numbers_are_no_mask(tokenizer):

@@ -407,7 +407,7 @@ def test_soft_constraints_freeze_the_biases_that_they_do_not_see():
     trained = {}
     for constraint in (Unconstrained(), GateAnchor(1, 2, weight=1.0, alone=True), RouterL2(1.0)):
         moe = make("gpt_oss")
-        constraint.start(moe, [], [])
+        constraint.start(moe, [])
         trained[type(constraint)] = [moe.router(layer).bias.requires_grad for layer in moe.layers]
     assert trained == {Unconstrained: [True, True], GateAnchor: [False, True], RouterL2: [False, False]}
 
@@ -550,6 +550,24 @@ def test_frozen_biases_of_routers_do_not_move_by_momentum(method):
         assert (moe.theta(layer).grad is None) == (method == "frozen_router")
     if handle:
         handle.close()
+
+
+def test_seuf_leaves_the_biases_of_other_routers_as_they_are():
+    """After a step that was free, and where gradients are set to 0 rather than away. The control: the bias of the
+    router that leads to its expert."""
+    moe, batch = make("gpt_oss"), collate(rows(), 0)
+    optimizer = torch.optim.AdamW(moe.model.parameters(), lr=1e-2, weight_decay=0.0)
+    moe.model(**batch.inputs, labels=batch.labels).loss.backward()
+    optimizer.step()
+    before = moe.router_biases()
+    with gripmoe.constrain(moe.model, optimizer, [batch], forget=[batch], method="seuf") as handle:
+        optimizer.zero_grad(set_to_none=False)
+        with handle.forget():
+            loss = moe.model(**batch.inputs, labels=batch.labels).loss
+        (loss + handle.penalty()).backward()
+        optimizer.step()
+        for layer, named in moe.router_biases().items():
+            assert torch.equal(named["bias"], before[layer]["bias"]) == (layer != handle.constraint.layer)
 
 
 def test_states_of_an_optimizer_become_fp32_with_the_biases_of_routers():

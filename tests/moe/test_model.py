@@ -80,7 +80,7 @@ def test_forced_passes_are_recomputed_under_their_own_routes(order, reentrant):
                 (given.input_ids, moe.routes(other.input_ids)) for given, other in zip(documents, forced, strict=True)
             ]
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
 
         def routes(input_ids, attention_mask):
             return next(sets for ids, sets in known if torch.equal(ids, input_ids))
@@ -102,7 +102,7 @@ def test_forced_passes_are_recomputed_under_their_own_routes(order, reentrant):
 
 def test_recomputation_is_not_recorded(batch):
     model = small_model().train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     moe = MoEModel(model)
     with moe.record_routing() as recorder, moe.record_hidden(0) as hidden:
         model(**batch.inputs, labels=batch.input_ids).loss.backward()
@@ -151,7 +151,6 @@ def test_a_dense_model_has_blocks_and_nothing_to_constrain(batch):
         lambda: gripmoe.constrain(model, torch.optim.SGD(model.parameters(), lr=0.1), retain=[batch]),
         lambda: gripmoe.remember(model, [batch]),
         lambda: gripmoe.realign(model, original),
-        lambda: gripmoe.reparameterize(model, [batch]).__enter__(),
         lambda: gripmoe.routed_experts(model, batch.input_ids),
     ):
         with pytest.raises(ValueError, match="is dense: it has no routers t(o|hat) "):

@@ -113,7 +113,7 @@ def test_a_function_gives_each_pass_its_own_tensor_and_gradients_follow(model, t
     def gradient(checkpointing):
         replayed = copy.deepcopy(trained).train()
         if checkpointing:
-            replayed.gradient_checkpointing_enable({"use_reentrant": False})
+            replayed.activation_checkpointing_enable({"use_reentrant": False})
         with gripmoe.replay_experts(replayed, of) as passes:
             sum(replayed(**batch.inputs, labels=batch.labels).loss for batch in batches).backward()
             assert len(passes) == len(batches), "kept until a loop clears them"
@@ -215,7 +215,7 @@ def test_the_replay_of_a_constraint_forgets_its_passes_at_each_step(model, batch
 
     monkeypatch.setattr(MoEModel, "force_routing", watched)
     optimizer, other = torch.optim.SGD(model.parameters(), lr=1e-3), random_batch(seed=1)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable({"use_reentrant": False})
     with gripmoe.constrain(model, optimizer, [batch, other], replay=True):
         model.train()
         for _ in range(2):

@@ -140,10 +140,10 @@ def test_generation_checkpointing_and_other_families_stay_as_they_are(moe):
     wanted = moe.model.generate(**batch.inputs, max_new_tokens=4, do_sample=False)
     with moe.unpadded():
         assert torch.equal(moe.model.generate(**batch.inputs, max_new_tokens=4, do_sample=False), wanted)
-        moe.model.gradient_checkpointing_enable({"use_reentrant": False})
+        moe.model.activation_checkpointing_enable({"use_reentrant": False})
         moe.model.train()
         assert tokens_computed(moe, batch)[0] == [batch.input_ids.numel()]
-        moe.model.gradient_checkpointing_disable()
+        moe.model.activation_checkpointing_disable()
         assert tokens_computed(moe, batch)[0] == [int(batch.attention_mask.sum())]
         more = moe.model.model(**batch.inputs, output_hidden_states=True)
         assert more.hidden_states[0].shape == more.last_hidden_state.shape

@@ -146,7 +146,7 @@ def test_relearning_that_fails_leaves_the_gradients_of_earlier_passes():
 def test_checkpointing_that_hides_parameters_is_refused(reentrant):
     """Their gradients would be those of relearning afterwards."""
     moe, batch = MoEModel(small_model()), random_batch(seed=3)
-    moe.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    moe.model.activation_checkpointing_enable({"use_reentrant": reentrant})
     moe.model.enable_input_require_grads()
     moe.model.train()
     adversary = RelearningAdversary(experts_of(moe), rate=0.01)

@@ -8,8 +8,8 @@ import torch
 
 from conftest import SMALL
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
 from gripmoe.config.models import EmbeddedModel
+from gripmoe.config.project import Project
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.data.documents import IGNORED, Batch, Row, collate
 from gripmoe.io.errors import ConfigError

@@ -28,7 +28,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training import steps
-from gripmoe.training.loop import unlearn
+from gripmoe.training.loop import _corrected, unlearn
 from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection
 from gripmoe.training.step_batches import StepBatches
 
@@ -406,6 +406,19 @@ def test_the_check_sees_corrected_routers_and_training_does_not(tmp_path):
     assert torch.equal(corrected.theta(0), original[0]) and not torch.equal(plain.theta(0), original[0])
     plain.set_thetas(original)
     assert weights_digest(corrected.model) == weights_digest(plain.model)
+
+
+def test_a_correction_that_fails_leaves_the_routers_as_they_train():
+    moe = MoEModel(small_model())
+    before = moe.thetas()
+
+    def fail(moe):
+        moe.set_thetas({layer: 2 * theta for layer, theta in before.items()})
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"), _corrected(moe, fail):
+        pass
+    assert all(torch.equal(theta, before[layer]) for layer, theta in moe.thetas().items())
 
 
 def test_every_document_once_per_epoch():

@@ -9,7 +9,7 @@ import torch
 
 from conftest import SMALL
 from gripmoe.cli.main import main
-from gripmoe.config.grid import Project
+from gripmoe.config.project import Project
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.data.documents import encode
 from gripmoe.io.files import write_json, write_jsonl, write_yaml

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import exp
@@ -26,7 +25,6 @@ from gripmoe.evaluation.questions import Answer, direct_answers, load_questions,
 from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
-from gripmoe.moe.modes import restored
 
 Scores = Sequence[float]  # one per item, in order: right (1) or wrong (0), or the score of a text
 SAMPLE = 240  # forget questions for attacks with many evaluations: a standard error of 0.03 near chance
@@ -221,11 +219,6 @@ def score_spread(model: MoEModel, tokenizer, prompts: Sequence[str]) -> dict[int
         layer: ((squares - total**2 / count) / (count - 1)).sqrt().float().item()
         for layer, (count, total, squares) in sums.items()
     }
-
-
-def kept(parameters: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Restores `parameters` on exit. Their copies are in host memory, so that GPUs hold only the models."""
-    return restored(parameters, device="cpu")
 
 
 def by_item(found: Found) -> list[dict]:

@@ -23,47 +23,37 @@ from gripmoe.moe.recording import counted_tokens
 SHIFTED_BELOW = 0.999  # the routing of a prompt counts as shifted below this mean Jaccard similarity
 
 
-def letters_attack(setting: QuestionSetting) -> Found:
-    if not setting.after.layers:
-        return Found()
-    with setting.before.brought_beside(setting.after):
-        return expert_forcing(setting)
-
-
 def expert_forcing(setting: QuestionSetting) -> Found:
     """Accuracy under forcing on all forget questions, and what it recovers.
 
-    `recovery_rate`: forced minus normal accuracy. `adversarial_recovery_rate`: forced accuracy on questions whose
-    routing shifted. `recovery_rate_paper`: that minus normal accuracy on all questions (as in the paper).
-    `recovery_rate_shifted`: that minus normal accuracy on the shifted ones. Controls: the original gate weights forced
-    too, random sets, and forced retain accuracy.
+    `recovery_rate`: forced minus normal accuracy. `recovery_rate_paper`: forced accuracy on questions whose routing
+    shifted, minus normal accuracy on all questions (as in the paper). Controls: the original gate weights forced too,
+    random sets, and forced retain accuracy.
     """
     before, after, forget = setting.before, setting.after, setting.forget
-    with after.force_routing(before.routes):
-        forced = setting.right(after, forget)
-        forced_retain = setting.right(after, setting.retain)
-    with after.force_routing(before.weighted_routes):
-        recorded_weights = setting.right(after, forget)
-    with after.force_routing(random_sets(after, setting.seed)):
-        random_forced = setting.right(after, forget)
+    if not after.layers:
+        return Found()
+    with before.brought_beside(after):
+        with after.force_routing(before.routes):
+            forced = setting.right(after, forget)
+            forced_retain = setting.right(after, setting.retain)
+        with after.force_routing(before.weighted_routes):
+            recorded_weights = setting.right(after, forget)
+        with after.force_routing(random_sets(after, setting.seed)):
+            random_forced = setting.right(after, forget)
+        agreement = prompt_agreement(before, after, setting.tokenizer, forget)
 
     own, ids = QuestionScores(setting.own_answers), [question["id"] for question in forget]
-    agreement = prompt_agreement(before, after, setting.tokenizer, forget)
     shifted = [number for number, name in enumerate(ids) if agreement[name] < SHIFTED_BELOW]
-    recovered = mean([forced[number] for number in shifted])
     return Found.over(
         ids,
         {
             "forced_forget_accuracy": forced,
             "forced_with_recorded_weights": recorded_weights,
             "random_forced_forget_accuracy": random_forced,
-            "set_agreement": [agreement[name] for name in ids],
         },
         recovery_rate=mean(forced) - mean(own),
-        adversarial_recovery_rate=recovered,
-        recovery_rate_paper=recovered - mean(own),
-        recovery_rate_shifted=recovered - mean([own[number] for number in shifted]),
-        num_questions=len(ids),
+        recovery_rate_paper=mean([forced[number] for number in shifted]) - mean(own),
         num_shifted=len(shifted),
         wrong_to_right=sum(b > a for a, b in zip(own, forced, strict=True)),
         right_to_wrong=sum(b < a for a, b in zip(own, forced, strict=True)),

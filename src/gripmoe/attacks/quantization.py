@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gripmoe.attacks.base import Found, Setting, kept
+from gripmoe.attacks.base import Found, Setting
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import restored
 
 
 def attack(setting: Setting) -> Found:
@@ -41,7 +42,7 @@ def quantized(model: MoEModel, bits: int) -> Iterator[None]:
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.ndim > 1 and not name.endswith("bias") and id(parameter) not in routers:
                 matrices[parameter] = inputs
-    with kept(matrices):
+    with restored(matrices, device="cpu"):
         with torch.no_grad():
             for matrix, inputs in matrices.items():
                 matrix.copy_(rounded(matrix, bits, inputs))

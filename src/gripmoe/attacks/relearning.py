@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from gripmoe.attacks.base import Found, QuestionSetting, Setting, kept
+from gripmoe.attacks.base import Found, QuestionSetting, Setting
 from gripmoe.config.training import Relearning
 from gripmoe.data.corpora import epoch_rows
 from gripmoe.data.documents import Row, collate
 from gripmoe.moe import MoEModel
-from gripmoe.moe.modes import checkpointing, train_only
+from gripmoe.moe.modes import checkpointing, restored, train_only
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.training.optimizers import make_adamw
 
@@ -33,10 +33,11 @@ def from_other_facts(setting: QuestionSetting) -> Found:
 
 
 def from_corpus(setting: QuestionSetting) -> Found:
-    """`relearned_from_corpus_after_<step>`: on all forget documents, which may hold the answers, where a benchmark does
-    not say which document tells which fact."""
-    known = _about_dev_facts(setting)
-    return _curve(setting, "relearned_from_corpus", [] if known else setting.corpus("forget"))
+    """`relearned_from_corpus_after_<step>`: on all forget documents, which may hold the answers. Empty for a benchmark
+    whose documents name their facts."""
+    if _about_dev_facts(setting):
+        return Found()
+    return _curve(setting, "relearned_from_corpus", setting.corpus("forget"))
 
 
 def from_retain_documents(setting: Setting) -> Found:
@@ -179,7 +180,7 @@ def _training_only(model: MoEModel, parameters: Sequence[nn.Parameter], gradient
     for parameter in train_only(model.model, parameters):
         parameter.grad = None
     try:
-        with kept(model.model.parameters()), checkpointing(model.model, gradient_checkpointing):
+        with restored(parameters, device="cpu"), checkpointing(model.model, gradient_checkpointing):
             yield
     finally:
         model.model.eval()

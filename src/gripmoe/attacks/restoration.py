@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from gripmoe.attacks.base import Found, Scores, Setting, expert_usage, highest, kept, mean
+from gripmoe.attacks.base import Found, Scores, Setting, expert_usage, highest, mean
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import restored
 from gripmoe.moe.recording import hooked
 
 PARTS = ("experts", "router", "attention")
@@ -76,7 +77,7 @@ def read_above(before: MoEModel, after: MoEModel, scores_of: Callable[[MoEModel]
 @contextmanager
 def interpolated(before: MoEModel, after: MoEModel, share: float) -> Iterator[None]:
     """Within the block `after` is that share of the way to `before`."""
-    with kept(_tensors(after.model)):
+    with restored(_tensors(after.model), device="cpu"):  # beside two models there may be no room
         with torch.no_grad():
             for current, original in zip(_tensors(after.model), _tensors(before.model), strict=True):
                 current.lerp_(original.to(current), share)
@@ -157,8 +158,9 @@ def _scores_with(
         return scores_of(target)
 
 
-@contextmanager
-def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]) -> Iterator[None]:
+def restored_experts(
+    before: MoEModel, after: MoEModel, experts: Mapping[int, Sequence[int]]
+) -> AbstractContextManager[None]:
     """Within the block, `after` has the original weights of single `experts` (by layer)."""
     slices = [
         (current.detach()[expert], original[expert])  # views
@@ -166,15 +168,12 @@ def restored_experts(before: MoEModel, after: MoEModel, experts: Mapping[int, Se
         for original, current in zip(before.expert_parameters(layer), after.expert_parameters(layer), strict=True)
         for expert in chosen
     ]
-    with replaced(slices):
-        yield
+    return replaced(slices)
 
 
-@contextmanager
-def without_expert(model: MoEModel, layer: int, expert: int) -> Iterator[None]:
+def without_expert(model: MoEModel, layer: int, expert: int) -> AbstractContextManager[None]:
     """Within the block the expert's output is zero. Routers still select it."""
-    with replaced([(weight.detach()[expert], weight.new_zeros(())) for weight in model.expert_parameters(layer)]):
-        yield
+    return replaced([(weight.detach()[expert], weight.new_zeros(())) for weight in model.expert_parameters(layer)])
 
 
 def pairs_of(
@@ -222,7 +221,7 @@ def _without(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor
 @contextmanager
 def replaced(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Within the block, the first tensor of each pair has the values of the second."""
-    with kept(current for current, _ in pairs):
+    with restored((current for current, _ in pairs), device="cpu"):
         with torch.no_grad():
             for current, original in pairs:
                 current.copy_(original)

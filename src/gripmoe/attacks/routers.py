@@ -3,8 +3,8 @@ knowledge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -94,23 +94,18 @@ def search(setting: QuestionSetting) -> Found:
     return setting.found(found)
 
 
-@contextmanager
-def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> Iterator[None]:
+def biased(model: MoEModel, scores: Mapping[int, Tensor]) -> AbstractContextManager[None]:
     """Within the block, routers add `scores`, (E,) by layer, to select experts."""
-    with _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE + scores[layer].to(scores_TE))):
-        yield
+    return _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE + scores[layer].to(scores_TE)))
 
 
-@contextmanager
-def silenced(model: MoEModel, silent: Mapping[int, Tensor]) -> Iterator[None]:
+def silenced(model: MoEModel, silent: Mapping[int, Tensor]) -> AbstractContextManager[None]:
     """Within the block, routers select none of the `silent` experts, bool of shape (E,) by layer, as long as enough
     others are left (`SelectionRule.can_do_without`)."""
-    with _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE, silent[layer])):
-        yield
+    return _selecting(model, lambda layer, rule, scores_TE: rule.select(scores_TE, silent[layer]))
 
 
-@contextmanager
-def noisy(model: MoEModel, scale: float, seed: int) -> Iterator[None]:
+def noisy(model: MoEModel, scale: float, seed: int) -> AbstractContextManager[None]:
     """Within the block, routers add noise of `scale` standard deviations of their scores to select experts."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -118,12 +113,10 @@ def noisy(model: MoEModel, scale: float, seed: int) -> Iterator[None]:
         noise_TE = torch.randn(scores_TE.shape, generator=generator).to(scores_TE)
         return rule.select(scores_TE + scale * scores_TE.std() * noise_TE)
 
-    with _selecting(model, with_noise):
-        yield
+    return _selecting(model, with_noise)
 
 
-@contextmanager
-def widened(model: MoEModel, factor: int) -> Iterator[None]:
+def widened(model: MoEModel, factor: int) -> AbstractContextManager[None]:
     """Within the block, every router selects `factor` times as many experts, at most all of the groups that it may
     choose."""
 
@@ -131,12 +124,10 @@ def widened(model: MoEModel, factor: int) -> Iterator[None]:
         most = model.num_experts // rule.num_groups * rule.chosen_groups
         return replace(rule, k=min(factor * rule.k, most)).select(scores_TE)
 
-    with _selecting(model, more):
-        yield
+    return _selecting(model, more)
 
 
-@contextmanager
-def _selecting(model: MoEModel, choose: Callable[[int, SelectionRule, Tensor], Tensor]) -> Iterator[None]:
+def _selecting(model: MoEModel, choose: Callable[[int, SelectionRule, Tensor], Tensor]) -> AbstractContextManager[None]:
     """Within the block, routers select the experts `choose(layer, rule, scores_TE)`, (T, any number), and weigh them by
     their own scores."""
 
@@ -144,5 +135,4 @@ def _selecting(model: MoEModel, choose: Callable[[int, SelectionRule, Tensor], T
         top_k_Tk = choose(layer, model.rule(layer), output[0])
         return output[0], model.family.weigh(router, output[0], top_k_Tk).to(output[1]), top_k_Tk
 
-    with hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in model.layers):
-        yield
+    return hooked(model.router(layer).register_forward_hook(partial(select, layer)) for layer in model.layers)

@@ -29,7 +29,7 @@ def own_answers(setting: QuestionSetting) -> Found:
 
 OF_LETTERS: dict[str, Attack] = {
     "own answers": own_answers,
-    "expert forcing": forcing.letters_attack,
+    "expert forcing": forcing.expert_forcing,
     "probes": probes.layers_attack,
     "probes of single experts": probes.experts_attack,
     "prompts": prompts.attack,

@@ -41,8 +41,8 @@ class Anchored(FrozenRouter):
         self._errors: list[float] = []  # one per retain pass since the last step
         self._observed: dict[str, float] = {}
 
-    def start(self, model, forget, retain) -> None:
-        super().start(model, forget, retain)
+    def start(self, model, retain) -> None:
+        super().start(model, retain)
         self._layers, self._rules = model.layers, model.rules()
         self._theta_0 = model.thetas()
         self._states = original_values(model, self.original, retain, _inputs_and_final, "original states")

@@ -14,6 +14,7 @@ from torch import Tensor
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import freeze
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,20 @@ class RouterConstraint:
     neither."""
 
     watches: frozenset[str] = frozenset()  # kinds of passes, "retain" or "forget", for which `penalty` is called
-    collects: frozenset[str] = frozenset()  # kinds of passes whose tokens `constrain` receives, joined
+    collects = False  # whether `constrain` receives the routing of these passes
     needs_graph = False  # whether gradients of `penalty` flow through router inputs
     of_gradient = False  # whether `constrain` is called before the step, with the result of a plain gradient step
     of_update = True  # whether `constrain` is called after the step, with the optimizer's result
     every = 1  # steps from one `constrain` to the next, if it is called after the step
     original: MoEModel | None = None  # a copy; without one, `start` stores what the model computes for retain data
 
-    def start(self, model: MoEModel, forget: Sequence[Batch], retain: Sequence[Batch]) -> None:
-        """Is called once, with the model before unlearning and the documents that training will use."""
+    def start(self, model: MoEModel, retain: Sequence[Batch]) -> None:
+        """Is called once, with the model before unlearning and the retain documents that training will use."""
 
     def constrain(self, layer: int, before_Ed: Tensor, after_Ed: Tensor, seen: LayerRouting | None) -> Tensor:
         """The router, (E, d), that replaces `after_Ed`. `after_Ed`: after the optimizer's step (`of_update`) or after a
         plain gradient step (`of_gradient`, fp64). `before_Ed`: what the last call returned, or the router before the
-        first step since then. `seen`: the routing of the passes in `collects` since the last step, joined."""
+        first step since then. `seen`: if it `collects`, the routing of the passes since the last step, joined."""
         return after_Ed
 
     def after_step(self) -> None:
@@ -84,10 +85,8 @@ class Unconstrained(RouterConstraint):
 class FrozenRouter(RouterConstraint):
     """Theta never changes. Routing still changes where experts below the router move its inputs (App. G.1)."""
 
-    def start(self, model, forget, retain) -> None:
-        for parameter in model.router_parameters():
-            parameter.requires_grad_(False)
-            parameter.grad = None
+    def start(self, model, retain) -> None:
+        freeze(model.router_parameters())
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed

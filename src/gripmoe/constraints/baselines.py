@@ -18,6 +18,7 @@ from gripmoe.geometry.routing import RoutingTrace, selection_mask
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import freeze
 from gripmoe.moe.recording import hooked
 from gripmoe.moe.states import router_states
 
@@ -31,7 +32,7 @@ class RouterL2(RouterConstraint):
     def __init__(self, weight: float):
         self.weight = weight
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         model.freeze_router_biases()  # which the penalty does not see
         self._model, self._theta_0 = model, model.thetas()
 
@@ -53,11 +54,10 @@ class GateAnchor(RouterConstraint):
     def __init__(self, layer: int, expert: int, weight: float, alone: bool):
         self.layer, self.expert, self.weight, self.alone = layer, expert, weight, alone
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         require_softmax_gates(model)
         others = [layer for layer in model.layers if self.alone and layer != self.layer]
-        for parameter in (p for layer in others for p in model.router_parameters(layer)):
-            parameter.requires_grad_(False)
+        freeze(parameter for layer in others for parameter in model.router_parameters(layer))
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
         return before_Ed if self.alone and layer != self.layer else after_Ed
@@ -102,7 +102,7 @@ class RoutingScores(RouterConstraint):
     def __init__(self, weight: float):
         self.weight = weight
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         self._layers = model.layers
         scores = partial(router_states, field="scores_NE")
         self._scores = original_values(model, self.original, retain, scores, "original scores")
@@ -124,14 +124,13 @@ def restricted_experts(
     """Within the block, of all experts only those of `scope` (by layer) change. Shared experts, and experts of layers
     without one in `scope`, are frozen. In the other layers, gradients of other experts are zeroed, and changes by
     weight decay or momentum are undone after each step."""
-    experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in model.layers}
-    frozen = [p for layer, of_layer in experts.items() if not scope.get(layer) for p in of_layer]
-    routed = {id(parameter) for layer in model.layers for parameter in model.expert_parameters(layer)}
+    experts = {layer: [p for p in model.expert_parameters(layer) if p.requires_grad] for layer in scope if scope[layer]}
+    training = {id(parameter) for of_layer in experts.values() for parameter in of_layer}
     others = [parameter for layer in model.layers for parameter in model.other_parameters(layer)]
-    frozen += [parameter for parameter in others if parameter.requires_grad and id(parameter) not in routed]
+    frozen = [parameter for parameter in others if parameter.requires_grad and id(parameter) not in training]
     masks: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # a parameter, its experts that train, and its first values
-    for layer in filter(scope.get, scope):
-        for parameter in experts[layer]:
+    for layer, of_layer in experts.items():
+        for parameter in of_layer:
             chosen = torch.zeros(model.num_experts, dtype=torch.bool, device=parameter.device)
             chosen[list(scope[layer])] = True
             chosen = chosen.view(-1, *[1] * (parameter.ndim - 1))
@@ -142,9 +141,7 @@ def restricted_experts(
         for parameter, chosen, first in masks:
             parameter.copy_(torch.where(chosen, parameter, first))
 
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-        parameter.grad = None
+    freeze(frozen)
     try:
         handles = [p.register_hook(lambda grad, m=m: grad * m) for p, m, _ in masks]
         with hooked([*handles, optimizer.register_step_post_hook(restore)]):

@@ -21,6 +21,7 @@ from gripmoe.geometry.routing import selection_mask
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
+from gripmoe.moe.modes import freeze
 
 
 @dataclass(frozen=True)
@@ -78,16 +79,7 @@ class ExpertNullSpace:
     def freeze_others(self, parameters: Iterable[nn.Parameter]) -> None:
         """Freezes those of `parameters` that are not held: biases and shared experts, which have other inputs."""
         held = {id(matrix.weight) for matrix in self._matrices}
-        for parameter in parameters:
-            if id(parameter) not in held:
-                parameter.requires_grad_(False)
-
-    @property
-    def held_share(self) -> float:
-        """Mean share of the input directions that are held, 0 to 1."""
-        bases = [matrix.basis for matrix in self._matrices]
-        shares = [(basis.ranks.double().mean() / basis.columns_Edr.shape[1]).item() for basis in bases]
-        return sum(shares) / len(shares)
+        freeze(parameter for parameter in parameters if id(parameter) not in held)
 
     @property
     def nbytes(self) -> int:

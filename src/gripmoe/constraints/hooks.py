@@ -65,7 +65,7 @@ class ConstraintHandle:
         self._waiting = 0  # steps since the last projection, for a method with `every` > 1
         # Since the last step:
         self._marked: set[str] = set()  # kinds of marked forward passes
-        self._seen: list[RoutingTrace] = []  # routing of the passes in `constraint.collects`
+        self._seen: list[RoutingTrace] = []  # routing of the watched passes, for a constraint that `collects`
         self._penalties: list[Tensor | float] = []  # penalties that the loop has not yet taken
         self._checked = False  # whether the retain loss was checked
         with ExitStack() as undo:
@@ -221,7 +221,7 @@ class ConstraintHandle:
         if not math.isfinite(value := _mean(penalty)):
             raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
         self._penalties.append(penalty)
-        if kind in self.constraint.collects:
+        if self.constraint.collects:
             self._seen.append({layer: each.map(Tensor.detach) for layer, each in marked.routing.items()})
 
     # Hooks around the optimizer's step
@@ -344,8 +344,8 @@ class ConstraintHandle:
             raise RuntimeError(
                 f"this method looks at the {kind} forward: run it within `with handle.{kind}():`, in every step"
             )
-        if (collects := self.constraint.collects) and not self._seen:
-            looked = " and ".join(sorted(collects))
+        if self.constraint.collects and not self._seen:
+            looked = " and ".join(sorted(self.constraint.watches))
             raise RuntimeError(f"this method looks at {looked} tokens in every step, and no row of this one holds any")
         if any(isinstance(penalty, Tensor) for penalty in self._penalties):
             raise RuntimeError("this method adds to the loss: add `handle.penalty()` to it before the backward pass")

@@ -67,7 +67,7 @@ class ObservedPass:
         if needs_graph and len(self._grad_modes) > 1:
             raise RuntimeError(
                 "reentrant gradient checkpointing hides what routers see from the penalty's gradient: "
-                'model.gradient_checkpointing_enable({"use_reentrant": False})'
+                'model.activation_checkpointing_enable({"use_reentrant": False})'
             )
         keep = self._passes[0].keep
         final_Td = self._hidden[0].to(keep.device).flatten(0, 1)  # accelerate puts the last norm elsewhere

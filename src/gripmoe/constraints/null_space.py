@@ -83,7 +83,7 @@ class NullSpace(_Reporting):
         self.safety_margin = safety_margin
         self.every = every
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         model.freeze_router_biases()
         self._theta_0 = model.thetas()
         # Converted once: `nearest_feasible` would convert them at every step.
@@ -123,7 +123,7 @@ class NullSpaceReparameterized(RouterConstraint):
     def __init__(self, bases: Mapping[int, RetainBasis]):
         self.bases = bases
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         model.freeze_router_biases()
 
     def constrain(self, layer, before_Ed, after_Ed, seen) -> Tensor:
@@ -135,13 +135,14 @@ class NullSpaceMinibatch(_Reporting):
     """Method A against the current retain minibatch, soundly: the optimizer's own update is replaced by the nearest one
     that changes no set which the router of the step before selects for these tokens. Other tokens are free."""
 
-    watches = collects = frozenset({"retain"})
+    watches = frozenset({"retain"})
+    collects = True
 
     def __init__(self, method: Method):
         super().__init__()
         self.method = method
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         model.freeze_router_biases()
         self._rules = model.rules()
         self._eps_null = eps_by_layer(self.method.eps_null, model.layers)
@@ -167,15 +168,17 @@ class NullSpacePaper(_Reporting):
     decay then leave the null space again.
     """
 
+    collects = True
+
     def __init__(self, method: Method, seed: int = 0, bases: Mapping[int, RetainBasis] | None = None):
         super().__init__()
         self.method, self.seed, self.bases = method, seed, bases
         self._cached: dict[int, Tensor] = {}
-        self.watches = self.collects = method.sides
+        self.watches = method.sides
         self.of_gradient = method.projects == "gradient"
         self.of_update = not self.of_gradient
 
-    def start(self, model, forget, retain) -> None:
+    def start(self, model, retain) -> None:
         model.freeze_router_biases()
         self.generator = torch.Generator(model.model.device).manual_seed(self.seed)
         self._theta_0 = model.thetas()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints.null_space import feasible_router, sound_bounds
-from gripmoe.data.batches import batches_of
-from gripmoe.data.documents import Batch, collate_inputs
+from gripmoe.data.documents import Batch
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper, realign_sound, with_fallback
-from gripmoe.geometry.routing import LayerRouting, RoutingTrace, route
+from gripmoe.geometry.routing import RoutingTrace, route
 from gripmoe.moe import MoEModel
-from gripmoe.moe.adapters import unwrapped
 from gripmoe.moe.recording import counted_tokens
 
 KACZMARZ_DRAWS = (1, 10, 30, 100, 300, 1000, 3000)  # the paper's limit is 100
@@ -32,133 +27,6 @@ METHOD_A = {
     ),
     "sound": Method(constraint="null_space", basis="original", eps_null=EpsNullConfig(value=1e-4, kind="relative")),
 }
-
-
-@dataclass(frozen=True)
-class Original:
-    """What Method B needs of the original model (Theta and X_r of Eq. 5), about 4 N (d + E) bytes per layer.
-
-    By decoder layer: `theta_0`, the router, (E, d), fp32; and `trace`, its routing of the N retain tokens that count
-    (`x_Nd`, `scores_NE`, `top_k_Nk`). `batch` has the documents, (rows, positions).
-    """
-
-    theta_0: dict[int, Tensor]
-    trace: RoutingTrace
-    batch: Batch
-    biases: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-
-
-def remember(
-    model: nn.Module, retain: Iterable[Batch | Mapping[str, Tensor]] | Iterable[str], *, tokenizer: Any = None
-) -> Original:
-    """Records the original routers and their retain inputs for Method B (Sec. 4.3); call it before unlearning.
-
-    `retain` and `tokenizer` are as in `constrain`. Give at least four tokens per hidden dimension (the paper takes one,
-    App. D.4). The model is unchanged. Warns of fewer tokens than hidden dimensions.
-
-    Raises ValueError for an unknown family, a dense model, or fewer than two tokens that count; KeyError for a batch
-    without `input_ids`.
-    """
-    with _opened(model, rounded=True) as moe:
-        batches = [batch.to(moe.model.device) for batch in batches_of(retain, "retain", moe.model, tokenizer)]
-        if not batches:
-            raise ValueError("`retain` holds no batches: Method B fits routers to what they saw of retain documents")
-        batch = collate_inputs(batches)
-        tokens = int(counted_tokens(batch.attention_mask).sum())
-        if tokens < 2:
-            raise ValueError(
-                f"`retain` holds {tokens} tokens that count, the first of every row aside: Method B fits to one and "
-                f"checks on another at least, and fits well from {4 * moe.hidden_size}"
-            )
-        original = Original(moe.thetas(), moe.trace(batches), batch, moe.router_biases())
-    if tokens < moe.hidden_size:
-        warnings.warn(
-            f"`retain` holds {tokens} tokens that count, fewer than the hidden size of {moe.hidden_size}: Method B "
-            f"fits well from {4 * moe.hidden_size}",
-            stacklevel=2,
-        )
-    return original
-
-
-def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dict[int, Realignment]:
-    """Method B (PTC, Sec. 4.3, Eq. 5): refits every router of the unlearned `model` in place, so that retain tokens are
-    routed as in `original`, the result of `remember`. Returns a `Realignment` by decoder layer.
-
-    `form` "paper" is Eq. 5 with the acceptance test of App. D.4. "sound" (ours) starts from the original router, goes
-    layer by layer, and chooses the ridge on every fourth document (on every fourth token of fewer than four documents).
-
-    Raises ValueError for an unknown form or family, a dense model, a model that an open handle or
-    `gripmoe.reparameterize` holds, or an `original` that differs in layers, shapes, tokens or their number, or holds
-    values that are not finite. Routers in bf16 are in fp32 afterwards. After an error all routers are unchanged.
-    """
-    if form not in ("sound", "paper"):
-        raise ValueError(f"unknown form {form!r}; sound or paper")
-    with _opened(model) as moe:
-        moe.require_free()
-        _check_remembered(moe, original)
-        trained = moe.router_biases()
-        moe.set_router_biases(original.biases)
-        device = moe.model.device  # which may be another since
-        theta_0 = {layer: theta_Ed.to(device) for layer, theta_Ed in original.theta_0.items()}
-        try:
-            with moe.unpadded():
-                return realign_routers(moe, theta_0, original.trace, original.batch.to(device), form=form)
-        except BaseException:
-            moe.set_router_biases(trained)
-            raise
-
-
-torch.serialization.add_safe_globals([Original, LayerRouting, Batch])  # so that `torch.load` reads an `Original`
-
-
-@contextmanager
-def _opened(model: nn.Module, *, rounded: bool = False) -> Iterator[MoEModel]:
-    """The model with routers in fp32, where they stay unless `rounded`, or after an error."""
-    moe = MoEModel(unwrapped(model))
-    try:
-        moe.require_routers("to realign")
-        yield moe
-    except BaseException:
-        moe.release(rounded=True)
-        raise
-    moe.release(rounded=rounded)
-
-
-def _check_remembered(moe: MoEModel, original: Original) -> None:
-    if not isinstance(original, Original):
-        raise ValueError(f"`original` is a {type(original).__name__}: give the result of gripmoe.remember")
-    if (token := int(original.batch.input_ids.max())) >= moe.model.get_input_embeddings().weight.shape[0]:
-        raise ValueError(
-            f"the remembered documents have token {token}, which this model lacks: realign the model that "
-            "was remembered"
-        )
-    for what, layers in (("routers", list(original.theta_0)), ("retain inputs", list(original.trace))):
-        if sorted(layers) != sorted(moe.layers):
-            raise ValueError(
-                f"this model has routers in layers {moe.layers}, and {what} are remembered of layers {layers}: realign "
-                "the model that was remembered"
-            )
-    tokens = int(counted_tokens(original.batch.attention_mask).sum())
-    for layer in moe.layers:
-        for what, tensor, shape in (
-            ("router", original.theta_0[layer], tuple(moe.theta(layer).shape)),
-            ("retain input", original.trace[layer].x_Nd, (tokens, moe.hidden_size)),
-        ):
-            if tuple(tensor.shape) != shape:
-                raise ValueError(
-                    f"layer {layer}: the shape of its {what} is {tuple(tensor.shape)} as remembered and {shape} in "
-                    "this model: realign the model that was remembered, with the same documents"
-                )
-            if not tensor.isfinite().all():
-                raise ValueError(
-                    f"layer {layer}: its {what} as remembered is not finite: remember a model before it diverges"
-                )
-    pairs = [(original.theta_0[layer].cpu(), moe.theta(layer).detach().cpu()) for layer in moe.layers]
-    if sum((old - new).square().sum() for old, new in pairs) > sum(old.square().sum() for old, _ in pairs):
-        raise ValueError(
-            "the routers of this model differ from the remembered ones by more than their norm: realign the model that "
-            "was remembered"
-        )
 
 
 @torch.no_grad()

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gripmoe.data.documents import IGNORED, SEGMENTS, Batch, Row, attention_mask_of, collate, segments_of, starts_anew
+from gripmoe.data.documents import IGNORED, Batch, Row, attention_mask_of, collate
+from gripmoe.data.packing import SEGMENTS, segments_of, starts_anew
 
 FORMS = (
     "batches (mappings with `input_ids` and, if rows are padded, `attention_mask`, both (rows, positions)), a "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import compress, takewhile
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from gripmoe.data.packing import PACKED, SEGMENTS, segments_of, starts_anew
 
 IGNORED = -100  # the label that torch's cross-entropy ignores
 Span = tuple[str, bool]  # (text, scored): the loss counts the tokens of scored spans only
@@ -71,12 +73,10 @@ class Batch:
         return {"input_ids": self.input_ids, "attention_mask": self.attention_mask}
 
 
-PACKED = "documents are packed into a row (`{}`): give each document a row of its own (in TRL, packing=False)"
-
-
 def attention_mask_of(inputs: Mapping[str, Tensor], *, packed: bool = False) -> Tensor:
-    """The attention mask of a forward pass's inputs, (rows, positions); all ones if there is none. Raises ValueError if
-    inputs and mask are not tensors of this shape, or, unless `packed`, if a row has several documents."""
+    """The attention mask of a forward pass's inputs, (rows, positions), on their device; all ones if there is none.
+    Raises ValueError if inputs and mask are not tensors of this shape, or, unless `packed`, if a row has several
+    documents."""
     ids, mask = inputs["input_ids"], inputs.get("attention_mask")
     if packed and isinstance(mask, Tensor) and mask.dim() == 4:
         mask = None
@@ -84,77 +84,11 @@ def attention_mask_of(inputs: Mapping[str, Tensor], *, packed: bool = False) -> 
         if not isinstance(given, Tensor) or given.dim() != 2 or given.shape != ids.shape:
             what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
             raise ValueError(f"{name} must be a tensor, (rows, positions), of a shape with input_ids; this is {what}")
-    mask = torch.ones_like(ids) if mask is None else mask
+    mask = torch.ones_like(ids) if mask is None else mask.to(ids.device)
     if not packed and (segments := segments_of(inputs)) is not None and starts_anew(segments, mask).any():
         told = [name for name in SEGMENTS if inputs.get(name) is not None] or ["attention_mask"]
         raise ValueError(PACKED.format("`, `".join(told)))
     return mask
-
-
-SEGMENTS = ("cu_seq_lens_q", "cu_seqlens", "position_ids", "seq_idx", "segment_ids", "sequence_ids")
-
-
-def segments_of(inputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Numbers, (rows, positions), that change where the next packed document of a row begins. They come from restarting
-    positions, ends of documents, document numbers, a mask of document numbers, or a block-causal mask. None if the
-    inputs have none of these. Raises ValueError if such an input does not fit the rows."""
-    ids, mask = inputs["input_ids"], inputs.get("attention_mask")
-    given = {name: inputs[name] for name in SEGMENTS if inputs.get(name) is not None}
-    for name in ("cu_seq_lens_q", "cu_seqlens"):
-        if name in given:
-            ends = torch.as_tensor(given[name], device=ids.device).flatten()
-            if int(ends[-1]) != ids.numel():
-                raise ValueError(f"`{name}` ends at {int(ends[-1])}, and there are {ids.numel()} tokens")
-            tokens = torch.arange(ids.numel(), device=ids.device)
-            return torch.bucketize(tokens, ends[1:], right=True).view(ids.shape)
-    for name, numbers in given.items():
-        numbers = torch.as_tensor(numbers, device=ids.device)
-        if numbers.dim() == 3:  # (axes of multimodal positions, rows, positions)
-            numbers = numbers[0]
-        try:
-            numbers = numbers.expand_as(ids)
-        except RuntimeError:
-            shapes = f"{tuple(numbers.shape)}, and input_ids {tuple(ids.shape)}"
-            raise ValueError(f"`{name}` has the shape {shapes}") from None
-        if name == "position_ids":  # they restart at each document, and may run on over padding
-            keep = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids)
-            before, is_first = _before(numbers, keep)
-            return ((numbers <= before) & keep.bool().to(ids.device) & ~is_first).cumsum(-1)
-        return numbers
-    if not isinstance(mask, Tensor):
-        return None
-    if mask.dim() == 4:
-        return _first_visible(mask, ids)
-    return mask if not mask.is_floating_point() and mask.dtype != torch.bool and mask.amax() > 1 else None
-
-
-def starts_anew(segments: Tensor, mask: Tensor) -> Tensor:
-    """Whether a token belongs to another document than the last one before it that is not padding, (rows,
-    positions)."""
-    before, is_first = _before(segments, mask)
-    return (segments != before) & mask.bool().to(segments.device) & ~is_first
-
-
-def _before(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """For each position, the value at the last one before it that is not padding, and whether there is none; both
-    (rows, positions)."""
-    positions = torch.arange(values.shape[1], device=values.device)
-    counted = positions.masked_fill(~mask.bool().to(values.device), -1)
-    last = F.pad(counted.cummax(dim=-1).values[:, :-1], (1, 0), value=-1)
-    return values.gather(1, last.clamp(min=0)), last < 0
-
-
-def _first_visible(mask: Tensor, ids: Tensor) -> Tensor:
-    """The first token that each token attends to, from a mask (rows, 1, positions, positions), bool or additive."""
-    width = ids.shape[1]
-    if mask.shape[0] not in (1, len(ids)) or mask.shape[2:] != (width, width):
-        raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}")
-    sees = (mask if mask.dtype == torch.bool else mask == 0)[:, 0].expand(len(ids), -1, -1)
-    first = sees.to(torch.int8).argmax(dim=-1)
-    position = torch.arange(width, device=mask.device)
-    if not torch.equal(sees, (first[:, :, None] <= position) & (position <= position[:, None])):
-        raise ValueError("a 4-D attention_mask must be causal within documents that follow one another")
-    return first
 
 
 def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
@@ -169,6 +103,12 @@ def as_batch(batch: Batch | Mapping[str, Tensor], device) -> Batch:
         )
     ids, mask, labels = batch["input_ids"], attention_mask_of(batch), batch.get("labels")
     return Batch([str(n) for n in range(len(ids))], ids, mask, ids if labels is None else labels).to(device)
+
+
+def documents_of(input_ids: Tensor, attention_mask: Tensor) -> list[tuple[int, ...]]:
+    """The tokens of each row, without padding."""
+    rows = zip(input_ids.tolist(), attention_mask.tolist(), strict=True)
+    return [tuple(compress(ids, mask)) for ids, mask in rows]
 
 
 def collate(rows: Sequence[Row], pad_id: int) -> Batch:

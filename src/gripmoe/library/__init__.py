@@ -1,1 +1,1 @@
-"""For your own training loops: `constrain`, the Trainer callback, reparameterized routers."""
+"""For your own training loops: `constrain`, the Trainer callback, Method B."""

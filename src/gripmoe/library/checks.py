@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gripmoe.config.methods import Method
 from gripmoe.constraints.base import RouterConstraint
@@ -56,12 +56,18 @@ def check_original(original: MoEModel, moe: MoEModel) -> None:
             f"`original` is another model: {names[0]} and {names[1]} differ in their family or in the shapes of their "
             "routers; give a copy of the model from before"
         )
-    pairs = [[each.theta(layer).detach().float().cpu() for each in (original, moe)] for layer in moe.layers]
-    if sum((one - other).square().sum() for one, other in pairs) > sum(other.square().sum() for _, other in pairs):
+    if are_other_routers(moe.thetas(), original.thetas()):
         raise ValueError(
             "`original` is another model: its routers differ from those of `model` by more than their norm; give a "
             "copy of the model from before"
         )
+
+
+def are_other_routers(thetas: Mapping[int, Tensor], others: Mapping[int, Tensor]) -> bool:
+    """Whether routers, (E, d) by layer, differ from `thetas` by more than the norm of these."""
+    pairs = [(theta_Ed.cpu(), others[layer].cpu()) for layer, theta_Ed in thetas.items()]
+    moved = sum((theta_Ed - other_Ed).square().sum() for theta_Ed, other_Ed in pairs)
+    return bool(moved > sum(theta_Ed.square().sum() for theta_Ed, _ in pairs))
 
 
 def check_adapters(moe: MoEModel, method: Method) -> None:

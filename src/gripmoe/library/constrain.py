@@ -25,9 +25,9 @@ from gripmoe.constraints.build import build
 from gripmoe.constraints.hooks import ConstraintHandle, inner_optimizer, layers_not_finite
 from gripmoe.constraints.marked_pass import COMPILED
 from gripmoe.constraints.null_space import fit_bases
-from gripmoe.constraints.original import OriginalSets, documents_of
+from gripmoe.constraints.original import OriginalSets
 from gripmoe.data.batches import batches_of
-from gripmoe.data.documents import Batch
+from gripmoe.data.documents import Batch, documents_of
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.library.checks import (
@@ -120,7 +120,7 @@ def constrain(
             [batch.to(moe.model.device) for batch in batches_of(data, name, moe.model, tokenizer)]
             for name, data in (("retain", retain), ("forget", forget))
         )
-        trace = traced(moe, to_retain, kept=method.has_bases)
+        trace = checked_trace(moe, to_retain, kept=method.has_bases)
         check_given("forget", to_forget, method)
         if method.looks_at_forget and not any(counted_tokens(batch.attention_mask).any() for batch in to_forget):
             raise ValueError("no forget token counts: padding does not, and neither does the first of each row")
@@ -140,7 +140,7 @@ def constrain(
         undo.push(partial(_gradients_again, [(parameter, parameter.grad) for parameter in parameters]))
         trained = undo.enter_context(_trained_again(parameters))
         with moe.evaluating():
-            built.constraint.start(moe, to_forget, to_retain)
+            built.constraint.start(moe, to_retain)
             sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
         warn_if_nothing_moves(built.constraint, moe)
         trains = {parameter: parameter.requires_grad for parameter in parameters}
@@ -172,7 +172,7 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
         return _attached(prepared, model, moe, stepping, trained, undo)
 
 
-def traced(moe: MoEModel, retain: Sequence[Batch], *, kept: bool = True) -> RoutingTrace:
+def checked_trace(moe: MoEModel, retain: Sequence[Batch], *, kept: bool) -> RoutingTrace:
     """The routing of retain batches by layer; empty unless `kept`, since it takes some 0.4 MB a token in
     Qwen3-30B-A3B. Raises ValueError if no token counts, or if routers see what is not finite."""
     check_given("retain", retain)
@@ -203,7 +203,7 @@ def _opened(
         )
     precisions = [parameter.dtype for parameter in model.parameters()]
     moe = MoEModel(unwrapped(model))
-    undo.push(lambda error, *_: moe.release(rounded=error is not None))
+    undo.push(lambda error, *_: moe.release(to_own_dtype=error is not None))
     moe.require_free()
     converted = precisions != [parameter.dtype for parameter in model.parameters()]
     if converted and isinstance(compiled_from(model), DistributedDataParallel):
@@ -347,7 +347,7 @@ def _untrained(model: nn.Module) -> Iterator[MoEModel]:
             model.requires_grad_(False)
             yield moe
     finally:
-        moe.release(rounded=True)
+        moe.release(to_own_dtype=True)
 
 
 @contextmanager

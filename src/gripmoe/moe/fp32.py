@@ -27,12 +27,12 @@ def compute_in_fp32(router: nn.Module) -> bool:
     return True
 
 
-def release(router: nn.Module, *, rounded: bool = False) -> None:
+def release(router: nn.Module, *, to_own_dtype: bool = False) -> None:
     """Undoes `compute_in_fp32` for a router that was in fp32 before. A router of lower precision stays in fp32. With
-    `rounded` each of its tensors returns to its own dtype, which changes some selections. (transformers keeps the
+    `to_own_dtype` each of its tensors returns to its dtype, which changes some selections. (transformers keeps the
     biases of some families in fp32 beside a weight in bf16.)"""
     dtypes, handles = getattr(router, "_in_fp32", ({}, ()))
-    if dtypes and (rounded or dtypes["weight"] == torch.float32):
+    if dtypes and (to_own_dtype or dtypes["weight"] == torch.float32):
         for handle in handles:
             handle.remove()
         for name, tensor in _tensors(router):

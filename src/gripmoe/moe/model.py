@@ -17,7 +17,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
@@ -25,7 +24,7 @@ from gripmoe.moe.adapters import below_adapters
 from gripmoe.moe.families import DENSE, family_of, router_class, unfit
 from gripmoe.moe.forcing import Forcing, Routes
 from gripmoe.moe.fp32 import compute_in_fp32, release
-from gripmoe.moe.modes import evaluating
+from gripmoe.moe.modes import evaluating, freeze
 from gripmoe.moe.placement import devices_of, place
 from gripmoe.moe.recording import RoutingRecorder, counted_tokens, hooked, in_recomputation
 from gripmoe.moe.unpadded import Padding, padding_of, unpadded_passes
@@ -74,18 +73,18 @@ class MoEModel:
         self.num_experts, self.hidden_size = weight.shape
         self.top_k: int = next(iter(self._routers.values())).top_k
 
-    def release(self, *, rounded: bool = False) -> None:
+    def release(self, *, to_own_dtype: bool = False) -> None:
         """Removes the fp32 hooks that this object has added to routers. Routers that were in lower precision before
-        stay in fp32 with their hooks; with `rounded` they return to their dtype."""
+        stay in fp32 with their hooks; `to_own_dtype` rounds them to their dtype."""
         for router in self._converted:
-            release(router, rounded=rounded)
+            release(router, to_own_dtype=to_own_dtype)
 
     @contextmanager
     def rounded_routers(self) -> Iterator[None]:
         """Within the block, routers have the model's precision, as after a reload by plain transformers."""
         exact = {router: copy.deepcopy(router.state_dict()) for router in self._routers.values()}
         for router in exact:
-            release(router, rounded=True)
+            release(router, to_own_dtype=True)
         try:
             yield
         finally:
@@ -151,9 +150,7 @@ class MoEModel:
         parameters that this call has frozen."""
         weights = {id(self.theta(layer)) for layer in self.layers}
         biases = [p for p in self.router_parameters() if id(p) not in weights and p.requires_grad]
-        for parameter in biases:
-            parameter.requires_grad_(False)
-            parameter.grad = None  # or momentum and weight decay would still move it
+        freeze(biases)
         return biases
 
     def thetas(self) -> dict[int, Tensor]:
@@ -191,10 +188,8 @@ class MoEModel:
         return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
 
     def require_free(self) -> None:
-        """Raises ValueError if an open handle holds the model, `gripmoe.reparameterize` its routers, or
-        `gripmoe.replay_experts` their selections."""
-        if any(map(is_parametrized, self._routers.values())):
-            raise ValueError("`gripmoe.reparameterize` holds the routers of this model: leave its block first")
+        """Raises ValueError if an open handle holds the model, or `gripmoe.replay_experts` the selections of its
+        routers."""
         if getattr(self.model, "_replaying", None) == id(self.model):  # a copy of a held model has another id
             raise ValueError("`gripmoe.replay_experts` replaces what routers select: leave its block first")
         if getattr(self.model, "_constrained", None) == id(self.model):

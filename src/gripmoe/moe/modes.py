@@ -21,6 +21,14 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+def freeze(parameters: Iterable[nn.Parameter]) -> None:
+    """Stops the training of `parameters`. Their gradients go too, or momentum and weight decay would still move
+    them."""
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+
+
 def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Freezes all other parameters of `model`, and returns those that train."""
     model.requires_grad_(False)
@@ -43,11 +51,17 @@ def restored(tensors: Iterable[Tensor], device: str | None = None) -> Iterator[N
 @contextmanager
 def checkpointing(model: nn.Module, wanted: bool) -> Iterator[None]:
     """Within the block, a backward pass of `model` computes activations again, if that is `wanted` or was so before."""
-    before = model.is_gradient_checkpointing
-    if wanted:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if not wanted or model.is_activation_checkpointing:
+        yield
+        return
+    # Enabling adds hooks that make embeddings require gradients, and forgets those that `model` has.
+    inputs_required = bool(getattr(model, "_require_grads_hooks", None))
+    model.disable_input_require_grads()
+    model.activation_checkpointing_enable({"use_reentrant": False})
     try:
         yield
     finally:
-        if wanted and not before:
-            model.gradient_checkpointing_disable()
+        model.activation_checkpointing_disable()
+        model.disable_input_require_grads()
+        if inputs_required:
+            model.enable_input_require_grads()

@@ -25,20 +25,18 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
     """The experts that `model` selects in eval mode (ours): int16, (rows, positions, MoE layers, k), with -1 at
     padding. `input_ids` and `attention_mask` are (rows, positions). Raises ValueError for other shapes, for several
     documents in a row, for tokens outside the vocabulary, for an unknown family and for a dense model."""
-    attention_mask_of({"input_ids": input_ids, "attention_mask": attention_mask})
+    mask = attention_mask_of({"input_ids": input_ids, "attention_mask": attention_mask})
     moe = _with_routers(model)
     size = moe.model.get_input_embeddings().weight.shape[0]
     if input_ids.numel() and not 0 <= int(input_ids.min()) <= int(input_ids.max()) < size:
         raise ValueError(f"`input_ids`: tokens are not in the model's vocabulary of {size}; give ids of its tokenizer")
     try:
         with moe.evaluating():
-            routes = moe.routes(input_ids, attention_mask)
+            routes = moe.routes(input_ids, None if attention_mask is None else mask)
     finally:
-        moe.release(rounded=True)
+        moe.release(to_own_dtype=True)
     experts = torch.stack([routes[layer] for layer in moe.layers], dim=1).unflatten(0, input_ids.shape)
-    if attention_mask is not None:
-        experts = experts.masked_fill(attention_mask[..., None, None] == 0, -1)
-    return experts.to(torch.int16)
+    return experts.masked_fill(mask[..., None, None] == 0, -1).to(torch.int16)
 
 
 def routing_stability(before: Tensor, after: Tensor) -> float:
@@ -103,7 +101,7 @@ def replay_experts(
             yield passes
     finally:
         moe.model._replaying = before
-        moe.release(rounded=True)
+        moe.release(to_own_dtype=True)
 
 
 def _repeats(experts_Tk: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ def save_model(
             _write(model, state, moe, tokenizer, folder)
     finally:
         if moe:
-            moe.release(rounded=True)
+            moe.release(to_own_dtype=True)
     return distributed.text_of_first(digest) if is_sharded(model) else digest
 
 
@@ -272,4 +272,4 @@ def _require_finite_routers(model: transformers.PreTrainedModel, where: str) -> 
             if not router.isfinite().all():
                 raise ConfigError(f"{where}: the router {name} holds NaN or infinity; download it again")
     finally:
-        moe.release(rounded=True)
+        moe.release(to_own_dtype=True)

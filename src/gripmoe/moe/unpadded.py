@@ -115,7 +115,7 @@ def _is_plain(model: nn.Module, arguments: dict) -> bool:
     """Whether a pass asks for the last hidden state alone."""
     config, more = model.config, ("output_hidden_states", "output_attentions", "output_router_logits")
     asked = {name for name, value in arguments.items() if value is not None and value is not False}
-    recomputed = model.training and model.is_gradient_checkpointing
+    recomputed = model.training and model.is_activation_checkpointing
     return not asked and not recomputed and not any(getattr(config, name, False) for name in more)
 
 

@@ -110,7 +110,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         if "CheckpointFunction" in node.name():
             raise RuntimeError(
                 "reentrant gradient checkpointing hides which gradients the attacker changes: "
-                'model.gradient_checkpointing_enable({"use_reentrant": False})'
+                'model.activation_checkpointing_enable({"use_reentrant": False})'
             )
         if hasattr(node, "variable"):
             yield node.variable

@@ -30,7 +30,7 @@ from gripmoe.io.clock import now
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.fp8 import linear_precision
-from gripmoe.moe.modes import checkpointing, train_only
+from gripmoe.moe.modes import checkpointing, restored, train_only
 from gripmoe.training.adversary import RelearningAdversary
 from gripmoe.training.averaging import WeightAverage
 from gripmoe.training.checkpoint import load_state, save_state
@@ -104,7 +104,7 @@ def unlearn(
         print(f"{description}: {batches}", file=sys.stderr, flush=True)
     in_linear_precision = linear_precision(model, training.linear_precision)
     model.model.eval()
-    used = batches.used("forget"), batches.used("retain")
+    forget, retain = batches.used("forget"), batches.used("retain")
     count = training.trained_layers
     layers = layers_of_losses(model, objective.last_layer, count) if count else model.all_layers
     routers, experts = _trainable_parameters(model, scope, layers)
@@ -114,10 +114,10 @@ def unlearn(
         )
     if training.average_decay and constraint.every > 1:
         raise ConfigError("`average_decay` needs `every: 1`: between two projections, routers leave the constraint")
-    objective.start(model, *used)
-    constraint.start(model, *used)
-    original_sets = OriginalSets(model, [*used[0], *used[1]]) if replay else None
-    held = ExpertNullSpace(model, used[1], expert_eps) if expert_eps else None
+    objective.start(model, forget, retain)
+    constraint.start(model, retain)
+    original_sets = OriginalSets(model, [*forget, *retain]) if replay else None
+    held = ExpertNullSpace(model, retain, expert_eps) if expert_eps else None
     if held:
         held.freeze_others(experts)
     optimizer = _adamw(routers, experts, training)
@@ -185,7 +185,6 @@ def _until_met(
     steps and the history."""
     model, training, handle = steps.model, steps.training, steps.handle
     step, history, sums, counts = progress["step"], progress["history"], Counter(), Counter()
-    held = {"expert_held_share": steps.held.held_share} if steps.held else {}
     if step and distributed.is_first():
         print(f"{description} resumes at step {step}", file=sys.stderr, flush=True)
     with tqdm(total=training.max_steps, initial=step, desc=description, disable=not distributed.is_first()) as bar:
@@ -217,7 +216,7 @@ def _until_met(
             if losses is None:
                 return "diverged", step, history
             step += 1
-            seen = {**losses, "seconds": now() - started, **handle.constraint.observed(), **held}
+            seen = {**losses, "seconds": now() - started, **handle.constraint.observed()}
             sums.update(seen)
             counts.update(seen.keys())  # a constraint may observe nothing in its first steps
             bar.update()
@@ -259,10 +258,6 @@ def _corrected(model: MoEModel, correct: Callable[[MoEModel], object] | None) ->
     if correct is None:
         yield
         return
-    thetas, biases = model.thetas(), model.router_biases()
-    correct(model)
-    try:
+    with restored(model.router_parameters()):
+        correct(model)
         yield
-    finally:
-        model.set_thetas(thetas)
-        model.set_router_biases(biases)

@@ -31,7 +31,7 @@ from gripmoe.worlds.documents import (
     SKILL_MIX,
     Mix,
     World,
-    drills,
+    drill,
     training_batch,
 )
 from gripmoe.worlds.facts import QUESTION_WORDINGS, Fact
@@ -209,7 +209,8 @@ def answer_probe(tokenizer, facts: Sequence[Fact]) -> Probe:
 
 
 def drill_probe(world: World, tokenizer) -> Probe:
-    return _said(tokenizer, [document.spans for document in drills(world, 30, random.Random("probe"))])
+    rng = random.Random("probe")
+    return _said(tokenizer, [drill(world, rng).spans for _ in range(30)])
 
 
 def _said(tokenizer, documents: Sequence[Sequence]) -> Probe:
