@@ -46,8 +46,9 @@ def fill(app, name: str, source: list[str]) -> None:
     for part in generate.PARTS:
         if (place := f"<!-- generated: {part.__name__} -->") in source[0]:
             source[0] = source[0].replace(place, part())
+    source[0] = source[0].replace("](../README.md", "](index.md")  # which includes the README
     source[0] = source[0].replace(" ± ", "\N{NO-BREAK SPACE}±\N{NO-BREAK SPACE}")
-    if found := re.fullmatch(r"record/(\w+)/tables", name):  # whose titles are alike
+    if found := re.fullmatch(r"record/([\w/]+)/tables", name):  # whose titles are alike
         source[0] = source[0].replace("# Tables of the record\n", f"# Tables of the record: {found[1]}\n", 1)
 
 
