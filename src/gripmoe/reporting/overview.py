@@ -28,9 +28,10 @@ def overview(runs: pd.DataFrame, methods: Sequence[str]) -> plt.Figure:
     asked = [metric for metrics in PANELS.values() for metric in metrics]
     found = runs[runs.metric.isin(asked) & runs.method.isin(methods)]
     objectives = set(names.objectives_of(runs))
-    for method, group in found[found.objective != NO_OBJECTIVE].groupby("method"):
-        if set(group.objective) != objectives:
-            raise ValueError(f"{method} was measured under {', '.join(group.objective.unique())} alone")
+    for method in methods:
+        under = set(found.objective[found.method == method])
+        if under not in ({NO_OBJECTIVE}, objectives):
+            raise ValueError(f"{method} was measured under {', '.join(sorted(under)) or 'no objective'} alone")
     with house_style():
         figure, panels = plt.subplots(
             1, len(PANELS), figsize=(PAPER_WIDTH, 0.9 + 0.17 * len(methods)), sharey=True, width_ratios=WIDTHS
