@@ -146,8 +146,8 @@ def gpu_resources(processes=lambda _: 1):
     return {"mem_mb": memory_for(processes), "gpu": gpus, "nodes": 1}
 
 
-# With this number, a command refuses to compute on the CPU of a node whose GPUs it does not see. Embedded models may.
-# A rule has one text for all its models, and another text repeats its steps. So a world that also names a published model
-# repeats what other worlds have made of embedded ones. One text for all worlds would repeat every run of one kind.
+# With GRIPMOE_GPUS a command refuses to compute on the CPU of a node whose GPUs it does not see; worlds of embedded models
+# alone may use the CPU. Snakemake repeats a rule whose text has changed, so a world that names a published model too repeats
+# the embedded runs that it shares with other worlds.
 GRIPMOE = "GRIPMOE_GPUS={resources.gpu} gripmoe" if PUBLISHED else "gripmoe"
 ENVIRONMENT = f"{workflow.basedir}/envs/environment.yaml"

@@ -12,7 +12,7 @@ from gripmoe.reporting.names import COLOURS
 
 WIDTH = 3.4  # inches: a telephone's, on which type stays readable
 MODELS = {model: COLOURS[model] for model in ("original", "retrained")} | {"unlearned": COLOURS["unconstrained"]}
-COUNTS = {True: (MODELS["unlearned"], "counts"), False: ("#7f7f7f", "needs a retrained model to count")}
+COUNTS = {True: (MODELS["unlearned"], "counts"), False: (MODELS["original"], "needs a retrained model to count")}
 CHARTS = {  # by caption: both axes, the end of y, and of each line how its measures begin, its style and its name
     "Forget accuracy with the original part of one layer put back": (
         *("layer", "forget accuracy", 1.02),

@@ -157,7 +157,7 @@ def unlearn(
         if distributed.is_first():
             write_json(folder / "history.json", outcome.history)
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps, "tokens": outcome.tokens}
-            ended |= {"targets": stop.targets}
+            ended["targets"] = stop.targets
             ended |= {f"effective_{kind}_batch": size for kind, size in outcome.documents.items()}
             write_json(output, {**ended, **outcome.costs, "constraint_megabytes": outcome.held_bytes / 1e6})
         distributed.wait_for_all()

@@ -1,5 +1,5 @@
-"""The metrics of a model on a benchmark of letter questions (multiple choice, answered by a letter). With general
-utility (App. A.3): five-shot MMLU and TruthfulQA. All are measured through lm-evaluation-harness."""
+"""The metrics of a model on a benchmark of letter questions (multiple choice, answered by a letter), and its general
+utility (App. A.3: five-shot MMLU and TruthfulQA), all through lm-evaluation-harness."""
 
 from __future__ import annotations
 

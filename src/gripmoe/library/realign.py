@@ -37,9 +37,8 @@ class Original:
     biases: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
-# What `torch.load` reads. In files of 0.2.0 the class has the second name.
-NAMED = [Original, (Original, "gripmoe.constraints.realignment.Original")]
-torch.serialization.add_safe_globals([*NAMED, LayerRouting, Batch])
+torch.serialization.add_safe_globals([Original, LayerRouting, Batch])  # so that `torch.load` reads an `Original`
+torch.serialization.add_safe_globals([(Original, "gripmoe.constraints.realignment.Original")])  # in files of 0.2.0
 
 
 def remember(

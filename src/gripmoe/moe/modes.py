@@ -50,15 +50,16 @@ def restored(tensors: Iterable[Tensor], device: str | None = None) -> Iterator[N
 
 @contextmanager
 def checkpointing(model: nn.Module, wanted: bool) -> Iterator[None]:
-    """Within the block, a backward pass of `model` computes activations again, if that is `wanted` or was so before."""
+    """Within the block, a backward pass of `model` computes activations again, if that is `wanted` or was so before; a
+    model that does already keeps its own way. Raises ValueError for a family that cannot."""
     if not wanted or model.is_activation_checkpointing:
         yield
         return
     # Enabling adds hooks that make embeddings require gradients, and forgets those that `model` has.
     inputs_required = bool(getattr(model, "_require_grads_hooks", None))
     model.disable_input_require_grads()
-    model.activation_checkpointing_enable({"use_reentrant": False})
     try:
+        model.activation_checkpointing_enable({"use_reentrant": False})
         yield
     finally:
         model.activation_checkpointing_disable()

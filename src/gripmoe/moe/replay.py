@@ -36,7 +36,7 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
     finally:
         moe.release(to_own_dtype=True)
     experts = torch.stack([routes[layer] for layer in moe.layers], dim=1).unflatten(0, input_ids.shape)
-    return experts.masked_fill(mask[..., None, None] == 0, -1).to(torch.int16)
+    return experts.masked_fill(mask.to(experts.device)[..., None, None] == 0, -1).to(torch.int16)
 
 
 def routing_stability(before: Tensor, after: Tensor) -> float:

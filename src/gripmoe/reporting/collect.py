@@ -43,7 +43,9 @@ def collect_runs(
         metrics |= _whole_time(metrics, every.get((model, benchmark, objective, "unconstrained", seed), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
-        targets = read_json(folder / "checkpoint.json").get("targets", {}) if history else {}  # on dev items
+        # On dev items, as the history. Runs of earlier code kept no targets, of which that of letters is fixed.
+        fixed = {name: value for name, value in run["benchmark"]["target"].items() if name in names.MATCHED}
+        targets = read_json(folder / "checkpoint.json").get("targets", fixed) if history else {}
         metrics |= at_equal_forgetting(history, targets) | tradeoff_area(history)
         asked = {item["id"]: item for item in map(_answer, read_csv(folder / "questions.csv"))}
         metrics |= _half_widths(asked)

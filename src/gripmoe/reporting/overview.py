@@ -30,8 +30,10 @@ def overview(runs: pd.DataFrame, methods: Sequence[str]) -> plt.Figure:
     objectives = set(names.objectives_of(runs))
     for method in methods:
         under = set(found.objective[found.method == method])
+        if not under:
+            raise ValueError(f"{method} was not measured")
         if under not in ({NO_OBJECTIVE}, objectives):
-            raise ValueError(f"{method} was measured under {', '.join(sorted(under)) or 'no objective'} alone")
+            raise ValueError(f"{method} was measured under {', '.join(sorted(under))} alone")
     with house_style():
         figure, panels = plt.subplots(
             1, len(PANELS), figsize=(PAPER_WIDTH, 0.9 + 0.17 * len(methods)), sharey=True, width_ratios=WIDTHS
