@@ -51,7 +51,7 @@ class Folder:
 
 
 @pytest.mark.parametrize("page, heading, allowed", [
-    ("README.md", "What we found", ["0.25", "0.27"]),  # a guess, and the target
+    ("README.md", "What we found", ["0.25", "0.27", "0.05"]),  # a guess, the target, and a goal
     ("docs/findings.md", "Forget accuracy under attacks", ["0.27", "0.05"]),  # the target, and what exceeds it
     ("docs/findings.md", "What further models say", []),
     ("docs/record.md", "What the runs say", ["0.05"] * 3),  # margins
