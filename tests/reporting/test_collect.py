@@ -136,6 +136,23 @@ def test_the_targets_on_the_way_are_those_of_the_items_asked_on_the_way(tmp_path
     assert values["knowmem_retain_at_target"] == pytest.approx(58.0), "four fifths of the way from 80 to 30"
 
 
+def test_the_fixed_target_of_letters_is_known_of_runs_that_kept_no_targets(tmp_path):
+    run = {"model": "m", "benchmark_name": "b", "objective": "gd", "method_name": "unconstrained", "seed": 0}
+    settings = {"benchmark": {"target": {"forget_accuracy": 0.4}}, "method": {"corrects": None}}
+    write_yaml(tmp_path / "run.yaml", run | settings)
+    write_json(tmp_path / "checkpoint.json", {"status": "reached"})
+    scores = [(0.6, 1.0), (0.2, 0.8)]
+    history = [{"step": n, "forget_accuracy": f, "retain_accuracy": r} for n, (f, r) in enumerate(scores)]
+    write_json(tmp_path / "history.json", history)
+    for name in ("evaluation", "attack"):
+        write_json(tmp_path / f"{name}.json", {"forget_accuracy": 0.2})
+    for name in ("questions", "attack_questions"):
+        (tmp_path / f"{name}.csv").write_text("id\n")
+    collect_runs([tmp_path], *(tmp_path / f"{name}_w.csv" for name in ("runs", "histories", "answers", "attacks")))
+    values = load_runs(tmp_path / "runs_w.csv").set_index("metric").value
+    assert values["retain_accuracy_at_target"] == pytest.approx(0.9), "half of the way from 0.6 to 0.2"
+
+
 def test_equal_forgetting_by_hand():
     history = [
         {"step": 0, "forget_accuracy": 0.9, "retain_accuracy": 1.0},
