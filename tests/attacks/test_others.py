@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from conftest import small_model
@@ -39,7 +40,7 @@ from gripmoe.attacks.restoration import (
 )
 from gripmoe.attacks.routers import noisy, widened
 from gripmoe.config.training import Relearning
-from gripmoe.data.documents import encode
+from gripmoe.data.documents import collate, encode
 from gripmoe.data.prompt_formats import REWORDINGS
 from gripmoe.evaluation.questions import direct_answers, prompt_of
 from gripmoe.io.errors import ConfigError
@@ -47,6 +48,7 @@ from gripmoe.io.files import file_digest, write_jsonl
 from gripmoe.moe import MoEModel
 from gripmoe.moe.modes import restored
 from gripmoe.moe.storage import weights_digest
+from gripmoe.training.objectives import cross_entropy
 from gripmoe.worlds.benchmark import question_rows
 
 
@@ -436,6 +438,31 @@ def test_relearning_starts_at_the_models_own_accuracy_and_does_not_touch_it(sett
     assert curve[0] == QuestionScores(ask(before, questions))
     assert mean(curve[60]) > mean(curve[0]) + 0.3, "the documents hold the answers: it must learn them"
     assert weights_digest(before.model) == own
+
+
+@pytest.mark.parametrize("weight_decay", [0.01, 0.0])
+def test_relearning_is_adamw_on_the_cross_entropy_of_documents(weight_decay, setting, tokenizer):
+    """Weights are those of torch's own loop, with its default weight decay. The control: without one they are not."""
+    before, _, questions, _ = setting
+    rows = [encode(tokenizer, [(prompt_of(q), True)], q["id"]) for q in questions]
+    everything = dict(batch_size=len(rows), learning_rate=1e-2)
+    modes, weights = [], []
+
+    def record(moe):
+        modes.append(moe.model.training)
+        weights.append([parameter.detach().clone() for parameter in moe.model.parameters()])
+
+    relearning(before, rows, record, Relearning(**everything), checks=(3,))
+    model = copy.deepcopy(before.model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=weight_decay)
+    batch = collate(rows, tokenizer.pad_token_id)
+    for _ in range(3):
+        optimizer.zero_grad()
+        cross_entropy(MoEModel(model), batch).backward()
+        optimizer.step()
+    own, expected, found = map(parameters_to_vector, (before.model.parameters(), model.parameters(), weights[0]))
+    assert modes == [False], "questions are asked without dropout"
+    assert ((expected - found).norm() < 1e-4 * (own - found).norm()) == (weight_decay == 0.01)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])

@@ -30,7 +30,8 @@ def relearned(files, folder, tokenizer, monkeypatch):
     setting = QuestionSetting(moe, moe, tokenizer, folder, benchmark, finetuning=Relearning(learning_rate=1e-3))
     monkeypatch.setattr(setting, "found", lambda scores: scores)
     monkeypatch.setattr(relearning, "relearning", lambda moe, rows, *_, **__: {5: rows})
-    attacks = (relearning.from_other_facts, relearning.from_corpus, relearning.from_retain_documents)
+    names = ("from_other_facts", "from_corpus", "from_retain_documents", "from_held_out_documents")
+    attacks = [getattr(relearning, name) for name in names]
     found = [attack(setting) for attack in attacks]
     return {name: rows for each in found if each != Found() for name, rows in each.items()}
 
@@ -42,7 +43,10 @@ def test_relearning_is_on_documents_about_other_facts_where_these_are_known(
     files = wmdp_files(world, 0)
     found = relearned(files, tmp_path, tokenizer, monkeypatch)
     assert not capsys.readouterr().err
-    assert set(found) == {"relearned_after_5", "relearned_from_retain_after_5"}
+    for name in ("retain", "held_out"):
+        documents = [row["id"] for row in files[f"{name}_corpus"]]
+        assert [row.id for row in found.pop(f"relearned_from_{name}_after_5")] == documents != []
+    assert set(found) == {"relearned_after_5"}
     asked = {q["fact"] for q in files["forget_questions"] if q["split"] == "test"}
     told = [row["id"] for row in files["forget_corpus"] if not row["id"].startswith(tuple(f"{f}/" for f in asked))]
     assert sorted(row.id for row in found["relearned_after_5"]) == sorted(told)
@@ -57,7 +61,8 @@ def test_relearning_on_a_corpus_of_which_no_facts_are_known_says_so(world, tmp_p
     for number, document in enumerate(files["forget_corpus"]):
         document["id"] = f"forget/{number}"
     found = relearned(files, tmp_path, tokenizer, monkeypatch)
-    assert set(found) == {"relearned_from_corpus_after_5", "relearned_from_retain_after_5"}
+    of_retain = {"relearned_from_retain_after_5", "relearned_from_held_out_after_5"}
+    assert set(found) == of_retain | {"relearned_from_corpus_after_5"}
     assert len(found["relearned_from_corpus_after_5"]) == len(files["forget_corpus"])
 
 

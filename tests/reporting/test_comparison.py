@@ -256,6 +256,16 @@ def test_runs_that_answer_by_chance_are_marked_and_never_best():
     assert name.endswith(" §") and not cells["recovery"].best and "§ collapsed" in table.below[-1]
 
 
+def test_a_run_that_diverged_is_marked_and_never_best():
+    """The mark says more than the one of a run that missed its target, and stands in its place."""
+    runs = synthetic()
+    assert row(comparison(runs, "main_results"), "Frozen")[0].endswith(" *")
+    diverged = (runs.method == "frozen_router") & (runs.metric == "diverged") & (runs.seed == 1)
+    table = comparison(runs.assign(value=runs.value.mask(diverged, 1.0)), "main_results")
+    name, cells, _ = row(table, "Frozen")
+    assert name.endswith(" †") and "† diverged" in table.below[-1] and not cells["RA"].best
+
+
 def test_a_run_that_jumped_past_its_target_is_marked():
     runs = synthetic()
     far = (runs.method == "expert_specific_paper") & (runs.metric == "forget_accuracy") & (runs.seed == 1)
