@@ -32,7 +32,7 @@ from gripmoe.reporting.runs import KEYS, load_runs
 
 RECORD = ROOT / "docs" / "record" / "runs.csv"
 TIMES = RECORD.with_name("step_times.csv")
-WORLDS = ("record_main", "record_rates", "record_settings", "record", "record_muse")
+WORLDS = ("record_main", "record_rates", "record_settings", "record_matched", "record", "record_muse")
 LAST_STEP = "attack.json"
 TABLES = ("runs", "histories", "answers", "attacks")
 POLL_SECONDS = 5
