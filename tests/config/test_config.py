@@ -645,6 +645,10 @@ def test_a_model_names_what_it_is_made_from_and_compared_with(row, changes, mess
 
 
 def test_keys_of_letter_questions_are_refused_on_news(folder):
+    edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"]["data"].update(retain="narrow"))
+    with pytest.raises(ConfigError, match="muse_tiny.data.*retain: without effect on news"):
+        Project(folder, "tiny_muse")
+    edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"]["data"].pop("retain"))
     edit(folder / "benchmarks.yaml", lambda c: c["muse_tiny"].update(few_shot_questions=7))
     with pytest.raises(ConfigError, match="muse_tiny.few_shot_questions: without effect on news"):
         Project(folder, "tiny_muse")

@@ -1,4 +1,5 @@
 import itertools
+import json
 
 import pytest
 
@@ -108,6 +109,7 @@ def test_buckets_cost_the_least_of_all_cuts():
 
 ASKED = {"id": "x", "prompt": "Question: A B C D", "text": "A"}
 MISTAKES = {
+    "no text below blank lines": ([{"id": "x", "text": "A B"}, None, None, {"id": "y", "text": ""}], r"\(line 4\)"),
     "no text": ([{"id": "x", "text": "A B"}, {"id": "y", "text": ""}], r"document 'y' has no text \(line 2\)"),
     "one token": ([{"id": "x", "text": "A"}], "document 'x' has fewer than two tokens"),
     "a prompt that fills the row": ([ASKED], "the prompt of document 'x' fills `max_length` 3"),
@@ -123,7 +125,8 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_corpus_errors_name_the_file(mistake, tmp_path, tokenizer):
     documents, said = MISTAKES[mistake]
-    write_jsonl(tmp_path / "c.jsonl", documents)
+    lines = ["" if document is None else json.dumps(document) for document in documents]
+    (tmp_path / "c.jsonl").write_text("\n".join(lines), encoding="utf-8")
     with pytest.raises(ConfigError, match=f"c.jsonl: .*{said}"):
         load_corpus(tmp_path / "c.jsonl", tokenizer, 3)
 

@@ -15,7 +15,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.project import Project
 from gripmoe.config.world import RunKey
 from gripmoe.io.files import write_json, write_yaml
-from gripmoe.planning.status import CLUSTER_LOGS, run_status
+from gripmoe.planning.status import CLUSTER_LOGS, changes, run_status
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 KEY = ("tiny_a", "wmdp_tiny", "gd")
@@ -135,6 +135,20 @@ def test_a_run_whose_attacks_have_changed_is_outdated(lines):
         f"evaluation_batch_size is {benchmark['evaluation_batch_size']}, was 7; steps is {relearning['steps']}, was [5]"
     )
     assert lines()[0]["unconstrained"].split(maxsplit=1) == ["outdated", said]
+    attacked(benchmark, None)
+    assert re.match(r"outdated +.*steps is \[5, 10, 20\], was None", lines()[0]["unconstrained"])
+
+
+def test_a_run_of_published_data_is_done(tmp_path):
+    """How many rows its data has to have is no setting of a step."""
+    project = Project(CONFIG, "paper")
+    key = RunKey("qwen3_30b_a3b", "wmdp_cyber", "gd", "unconstrained", 0)
+    write_yaml(tmp_path / key.folder / "run.yaml", project.run(*key).model_dump(mode="json"))
+    given = json.dumps(project.benchmarks["wmdp_cyber"].measured.model_dump(mode="json"))
+    command = shlex.join(["gripmoe", "attack", "--benchmark", given, "--settings", json.dumps(None)])
+    write_json(tmp_path / key.folder / "attack.provenance.json", {"command": command})
+    assert project.benchmarks["wmdp_cyber"].data.rows
+    assert [change for change in changes(project, tmp_path, key) if "rows" in change] == []
 
 
 def test_a_run_that_diverged_has_a_line(lines):

@@ -21,7 +21,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.imports import extra_of, missing_module_message
 
 INTERRUPTED = 130  # exit code after Ctrl-C
-RESUMED = ("attack", "audit", "finetune-model", "prepare-model", "unlearn")  # after an interruption
+RESUMED = ("attack", "audit", "finetune-model", "prepare-model", "rewrite", "unlearn")  # after an interruption
 COMMANDS = {
     "Models": {
         "audit": "Measure and attack an unlearned model beside its original.",

@@ -19,6 +19,12 @@ class EmbeddedData(Strict):
     world_seed: int = 0
     sources: ClassVar[tuple[str, ...]] = ()
 
+    @model_validator(mode="after")
+    def _retain_of_letters(self) -> EmbeddedData:
+        if self.kind == "news" and self.retain != "broad":
+            raise Mistake("retain", "without effect on news; leave it out")
+        return self
+
 
 NewsRows = Literal[
     "knowmem/forget_qa", "knowmem/retain_qa", "knowmem/forget_qa_icl", "knowmem/retain_qa_icl", "verbmem/forget",

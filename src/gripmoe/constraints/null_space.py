@@ -159,7 +159,7 @@ class NullSpaceMinibatch(_Reporting):
 
 
 class NullSpacePaper(_Reporting):
-    """Method A to the letter (Alg. 1, App. B-D): the update of each step, projected with the current minibatch.
+    """Method A in the paper's form (Alg. 1, App. B-D): the update of each step, projected with the current minibatch.
 
     Bases come from the minibatch (`covariance_basis`, with an absolute eps_null), or with `basis: cached` from
     the original model's retain tokens, once, and grow by the directions of each minibatch; margins are those of the

@@ -13,7 +13,7 @@ from typing import Any
 
 from gripmoe.data.documents import IGNORED, Batch, Row, Span, collate, encode_all, opening
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_jsonl
+from gripmoe.io.files import numbered_jsonl
 
 TOKENS_PER_BATCH = 4000
 DOCUMENTS_PER_CALL = 256  # of the tokenizer, so that a large corpus is not held as tokens
@@ -44,7 +44,8 @@ def load_corpus(
             f"{path}: `max_length` {max_length} leaves no room beside {len(begin)} opening tokens; raise it"
         )
     documents: dict[str, Mapping[str, Any]] = {}
-    for line, document in enumerate(read_jsonl(path, "text")[:limit], 1):
+    numbered = numbered_jsonl(path, "text")[:limit]
+    for line, document in numbered:
         name = document.get("id")
         for key, value in {"text": document["text"], "prompt": document.get("prompt") or ""}.items():
             if not isinstance(value, str):
@@ -59,7 +60,7 @@ def load_corpus(
             )
         documents[name] = document
     rows: list[Row] = []
-    for line, row in enumerate(rows_of(documents.values(), tokenizer), 1):
+    for (line, _), row in zip(numbered, rows_of(documents.values(), tokenizer), strict=True):
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:

@@ -1,5 +1,5 @@
 """The metrics of a model on a benchmark of letter questions (multiple choice, answered by a letter), and its general
-utility (App. A.3: five-shot MMLU and TruthfulQA), all through lm-evaluation-harness."""
+utility (App. A.3: few-shot RA of Table 1, and TruthfulQA), all through lm-evaluation-harness."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def realign_paper(
     ridge: float = 1e-6,
     accept: float = 0.95,
 ) -> Realignment:
-    """Eq. 5 to the letter: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t, accepted on the tokens it was fitted
+    """Eq. 5: Delta = Theta X Xt^T (Xt Xt^T + ridge I)^-1 - Theta_t, accepted on the tokens it was fitted
     to. The result of a rejected fit has the unlearned router.
 
     In fp64, not the FP32 of App. D: for fewer tokens than dimensions Xt Xt^T is near singular, fp32 rounding exceeds

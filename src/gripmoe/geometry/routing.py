@@ -1,4 +1,4 @@
-"""What a router selects, by how much, and how far two routings agree (Sec. 3, Eq. 2-3).
+"""What a router selects, by how much, and how far two routings agree (Eq. 2, Sec. 3; Eq. 3, Sec. 4.1).
 
 N tokens, d hidden size, E experts, k experts per token.
 """

@@ -186,19 +186,25 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 def read_jsonl(path: Path, *keys: str) -> list[dict[str, Any]]:
     """The JSON objects of a file, one per line; blank lines do not count. Raises ConfigError also for an object that
     lacks one of `keys`."""
+    return [row for _, row in numbered_jsonl(path, *keys)]
+
+
+def numbered_jsonl(path: Path, *keys: str) -> list[tuple[int, dict[str, Any]]]:
+    """`read_jsonl` with the number of each object's line, from 1."""
     rows, content = [], read_text(path)
     if content.lstrip().startswith("["):
         raise ConfigError(f"{path}: this is one JSON array; write one JSON object a line")
     for line, text in enumerate(io.StringIO(content, newline="\n"), 1):  # strings may hold other line breaks
         if not text.strip():
             continue
-        rows.append(row := _from_json(path, text.rstrip("\n"), line))
+        row = _from_json(path, text.rstrip("\n"), line)
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: not a JSON object (line {line}); {WRITE_AGAIN}")
         if missing := [key for key in keys if key not in row]:
             named = f"row {row['id']!r} has" if "id" in row else "a row has"
             needed = ", ".join(f"`{key}`" for key in keys)
             raise ConfigError(f"{path}: {named} no `{missing[0]}` (line {line}); each needs {needed}: {WRITE_AGAIN}")
+        rows.append((line, row))
     return rows
 
 

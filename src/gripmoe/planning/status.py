@@ -49,20 +49,21 @@ def changes(project: Project, results: Path, key: RunKey) -> list[str]:
         return []
     settings = _changed(read_yaml(folder / "run.yaml"), project.run(*key).model_dump(mode="json"))
     steps = [read_json(file) for file in sorted(folder.glob("*.provenance.json"))]
-    flags = {"--benchmark": project.benchmarks[key.benchmark], "--settings": project.world.relearning}
+    flags = {"--benchmark": project.benchmarks[key.benchmark].measured, "--settings": project.world.relearning}
     for step in steps:
-        for flag, now in flags.items():
-            before, now = _given(step.get("command", ""), flag), now.model_dump(mode="json") if now else {}
-            # A step is not given the settings that it does not read.
-            settings += _changed(before, {name: now[name] for name in before if name in now})
+        for flag, given in flags.items():
+            before, now = _given(step.get("command", ""), flag), given.model_dump(mode="json") if given else {}
+            if before:  # a step is not given the settings that it does not read
+                now = {name: now[name] for name in before if name in now}
+            settings += _changed(before, now) if before is not None else []
     changed = [step["step"] for step in steps if "step" in step and fingerprint_now(step["step"]) != step["code"]]
     return list(dict.fromkeys(settings)) + [f"the code of {step} has changed" for step in changed]
 
 
-def _given(command: str, flag: str) -> dict[str, Any]:
-    """The settings that a recorded command was given by a flag."""
+def _given(command: str, flag: str) -> dict[str, Any] | None:
+    """The settings that a recorded command was given by a flag; None if it was not given this flag."""
     words = shlex.split(command)
-    return (json.loads(words[words.index(flag) + 1]) or {}) if flag in words else {}
+    return (json.loads(words[words.index(flag) + 1]) or {}) if flag in words else None
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
