@@ -74,7 +74,7 @@ def setting_of(project: Project, results: Path, key: RunKey, weights: Path, **gi
 
 
 def _weights(project: Project, results: Path, key: RunKey) -> Path:
-    if key.method in names.ORIGINALS:
+    if key.method in names.NOT_UNLEARNED:
         name = key.model if key.method == "original" else project.models[key.model].retrained
         return results / "models" / name / "weights"
     return results / key.folder / "weights"

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+from transformers import AutoConfig
 
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml, write_text
@@ -21,7 +22,7 @@ from gripmoe.reporting import names
 from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
 from gripmoe.reporting.erasure import depth_scores
 from gripmoe.reporting.erasure_goals import goals
-from gripmoe.reporting.runs import KEYS, load_runs, of_kind
+from gripmoe.reporting.runs import KEYS, load_histories, load_runs, of_kind
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import units_of_table
 
@@ -30,6 +31,7 @@ RECORD = ROOT / "docs" / "record"
 QUOTES = ROOT / "docs" / "quotes.yaml"
 SLOT, NUMBER = "{}", r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
 ABSENT = "–"
+BASE_MODEL = ROOT / "src" / "gripmoe" / "worlds" / "shipped" / "tiny_a"
 COUNTS = ("runs", "forgot", "missed")
 OF_HUNDRED = ("verbmem", "knowmem_forget", "knowmem_retain", "privleak")
 
@@ -60,7 +62,7 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     the numbers of those that reached their forget target and that did not. Raises ValueError for "all" of a method that
     was not measured under each."""
     runs = of_kind(runs_of(record), "news" if objective.startswith("news_") else "letters")
-    objective = NO_OBJECTIVE if method in names.ORIGINALS else objective.removeprefix("news_")
+    objective = NO_OBJECTIVE if method in names.NOT_UNLEARNED else objective.removeprefix("news_")
     of_objective = (runs.objective == objective) | (objective == "all")
     of_method = runs[of_objective & (runs.method == method)]
     if objective == "all" and len(of_method) and {*of_method.objective} != {*names.objectives_of(runs)}:
@@ -97,6 +99,18 @@ def longer_of(record: str, method: str, metric: str) -> float:
     return float((wide[method] - wide.retrained).mean())
 
 
+def gradients_of(record: str, objective: str) -> float:
+    """Norm of the gradient of all routers as a multiple of that of all experts, the mean over the unconstrained runs.
+    Histories have root mean squares."""
+    metrics = ("router_gradient", "expert_gradient")
+    rms = load_histories(folder_of(record) / "runs.csv")
+    rms = rms[(rms.objective == objective) & (rms.method == "unconstrained") & rms.metric.isin(metrics)]
+    wide = rms.pivot_table(index=[*KEYS, "step"], columns="metric", values="value")
+    ratio = units_of_table((wide.router_gradient / wide.expert_gradient).rename("value").reset_index()).mean()
+    width = AutoConfig.from_pretrained(BASE_MODEL).moe_intermediate_size  # of an expert, which has three matrices
+    return float(ratio / (3 * width) ** 0.5)
+
+
 def depth_of(objective: str, method: str) -> float:
     depths = depth_scores(pd.read_csv(folder_of("erasure") / "readable_depth.csv"))
     chosen = depths[(depths.objective == objective) & (depths.method == method)]
@@ -105,7 +119,7 @@ def depth_of(objective: str, method: str) -> float:
 
 def count_of(record: str, which: str, verdict: str) -> int:
     """How many statements have a verdict, or are there (`all`), or decided (`decided`); how many of these also after
-    Holm's correction (`corrected`), with worlds as units (`of_worlds`), and from runs under GD alone (`of_gd`)."""
+    Holm's correction (`corrected`), with fact sets as units (`of_fact_sets`), from runs under GD alone (`of_gd`)."""
     claims = claims_of(record)
     if which == "primary":
         claims = claims[claims.primary]
@@ -116,7 +130,7 @@ def count_of(record: str, which: str, verdict: str) -> int:
         "all": claims.verdict.notna(),
         "decided": decided,
         "corrected": decided & claims.survives_holm,
-        "of_worlds": decided & (claims.verdict == claims.world_verdict),
+        "of_fact_sets": decided & (claims.verdict == claims.fact_set_verdict),
         "of_gd": decided & claims.by_objective.str.fullmatch(r"GD [^,]+") & claims.of.isna(),
     }
     return int(chosen.get(verdict, claims.verdict == verdict.replace("_", " ")).sum())
@@ -140,6 +154,8 @@ def value_of(source: str) -> str:
         case [record, "goals", objective, method, column]:
             decimals = 3 if column == "excess_p" or "_bound" in column else 2
             return fixed(goal_of(record, objective, method, column), decimals)
+        case [record, "gradients", objective]:
+            return fixed(gradients_of(record, objective), 2)
         case [record, "longer", method, metric]:
             return fixed(longer_of(record, method, metric), 2)
         case [record, "all", "least", metric]:

@@ -1,6 +1,7 @@
 """The handle in other people's loops: accumulation, mixed batches, recomputation, accelerate, resuming."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -328,18 +329,50 @@ def test_what_takes_no_gradient_through_routers_bears_reentrant_checkpointing():
     torch.testing.assert_close(*routers)
 
 
-def test_after_closing_marks_are_without_effect():
+@pytest.mark.parametrize("method", ["expert_specific_minibatch", "expert_specific", "frozen_router"])
+def test_a_closed_handle_says_so_where_it_would_constrain(method):
+    """Not in evaluation, and not where the method looks at no pass: a loop may contain the marks of any method."""
     model = small_model()
     optimizer = adamw(model)
-    handle = gripmoe.constrain(model, optimizer, RETAIN, method="expert_specific_minibatch")
-    with handle.retain():
+    handle = gripmoe.constrain(model, optimizer, RETAIN, method=method)
+    with handle, handle.retain():
         model(**RETAIN[0].inputs)
-    assert handle._seen, "the control"
-    handle.close()
-    with handle.retain(rows="nobody looks at them"):
-        model(**RETAIN[0].inputs)
-    assert not handle._seen and handle.penalty() == 0
-    optimizer.step()
+    with pytest.raises(RuntimeError, match="this handle is closed"), handle:
+        pass
+    for use in (lambda: handle.retain().__enter__(), handle.penalty):
+        with pytest.raises(RuntimeError, match="closed") if method.endswith("minibatch") else nullcontext():
+            use()
+    model.eval()
+    with torch.no_grad(), handle.retain():
+        assert handle.penalty() == 0.0
+
+
+@pytest.mark.parametrize("writes", ["another optimizer", "a hand", "nobody", "an evaluation"])
+def test_routers_that_something_else_has_written_are_told_of(writes):
+    """Also when the handle closes. What restores them is not told of."""
+    model = small_model()
+    optimizer, another = adamw(model), adamw(model)
+    handle = gripmoe.constrain(model, optimizer, RETAIN)
+    router = model.model.layers[1].mlp.gate.weight
+
+    def write():
+        step_of(model, optimizer, handle, RETAIN[0])
+        if writes == "another optimizer":
+            another.step()
+        elif writes != "nobody":
+            own = router.detach().clone()
+            with torch.no_grad():
+                router.mul_(1.5)
+                if writes == "an evaluation":
+                    router.copy_(own)
+
+    for ends in (optimizer.step, handle.close):
+        write()
+        with warnings.catch_warnings(record=True, action="always") as seen:
+            ends()
+        told = [each for each in seen if "have changed since the last step" in str(each.message)]
+        assert len(told) == (writes in ("another optimizer", "a hand"))
+        assert all(each.filename == __file__ for each in told), "the warning points into the loop"
 
 
 @pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper"])

@@ -115,7 +115,7 @@ def test_every_claim_is_complete():
         assert claim.left in methods, name
         assert not claim.compares_methods or claim.right in methods, name
         assert {claim.metric, claim.metric_of_right} <= names.METRICS.keys(), name
-        of_methods = claim.compares_methods and claim.right not in names.ORIGINALS
+        of_methods = claim.compares_methods and claim.right not in names.NOT_UNLEARNED
         assert of_methods <= ("margin" in claim.model_fields_set), f"{name}: a negligible difference would do"
 
 
@@ -287,12 +287,12 @@ def test_worlds_as_units_count_each_once():
         for (model, high), world in zip(level.items(), worlds, strict=True)
     ]
     pairs = differences(pd.concat(of_each), ABOVE)
-    models, by_world = judge(pairs, ABOVE), judge(pairs, ABOVE, by_world=True)
-    assert by_world.values.tolist() == pytest.approx([0.605, 0.205, 0.355])
+    models, by_fact_set = judge(pairs, ABOVE), judge(pairs, ABOVE, by_fact_set=True)
+    assert by_fact_set.values.tolist() == pytest.approx([0.605, 0.205, 0.355])
     assert (
         models.verdict == "holds"
-        and by_world.verdict == "undecided"
-        and models.difference == pytest.approx(by_world.difference)
+        and by_fact_set.verdict == "undecided"
+        and models.difference == pytest.approx(by_fact_set.difference)
     )
 
 

@@ -78,7 +78,7 @@ def test_worlds_of_facts_may_be_the_units():
     table = pd.concat([ORIGINAL, RETRAINED, runs("anchored", **KEPT, **{STRONG: [0.1, 0.4, 0.4, 0.5]})])
     worlds = np.array([0.1, 0.1, 0.1])  # models a and b, with 0 and 0.2, know the same facts
     found = of("anchored", table[table.metric != WEAK])
-    assert found.excess_bound_of_worlds == pytest.approx(worlds.mean()) and found.excess_bound > 0.15
+    assert found.excess_bound_of_fact_sets == pytest.approx(worlds.mean()) and found.excess_bound > 0.15
 
 
 def test_the_seeds_of_a_base_model_are_averaged():

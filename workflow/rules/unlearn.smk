@@ -2,7 +2,7 @@
 
 import re
 
-ORIGINALS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
+ORIGINAL_ANSWERS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
 
 # Else a mistyped folder would count as a hub id when its job runs.
 for name, folders in PROJECT.external.items():
@@ -48,7 +48,7 @@ rule unlearn:
         basis_host_gb=WORLD.basis_host_memory,
     params:
         data=folder_of,
-        original_answers=ORIGINALS,
+        original_answers=ORIGINAL_ANSWERS,
         bases=lambda w: f"--bases {BASES}.safetensors".format(**w) if PROJECT.methods[w.method].has_bases else "",
         retrained=retrained_flag,
         code=code_fingerprint("gripmoe.cli.unlearn:unlearn"),

@@ -7,7 +7,6 @@ feasible router that the constraint returns. For a constraint on gradients the f
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
@@ -15,11 +14,17 @@ import torch
 from torch import Tensor
 
 from gripmoe.constraints.base import MarkedPass, RouterConstraint
+from gripmoe.constraints.loop_watch import LoopWatch
 from gripmoe.constraints.marked_pass import observed_pass
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
 from gripmoe.io import distributed
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import below_adapters
+
+CLOSED = (
+    "this handle is closed, so nothing is constrained any more: call `constrain` again, with the model's copy from "
+    "before training as `original` if the first original is to stay"
+)
 
 
 class Diverged(RuntimeError):
@@ -39,7 +44,9 @@ class ConstraintHandle:
     it gives a closure where gradients are projected, or if a router is now that of another adapter; and Diverged if a
     router would not be finite. After such an error the routers are those before the step, and the passes of the step
     are forgotten; other weights may have changed. `step` warns of buffers of routers that have changed, such as biases
-    that balance the load.
+    that balance the load, and `step` and `close` warn of routers that something else has written since the last step. A
+    closed handle raises RuntimeError where it is entered; and in training in marks and `penalty`, if its method needs
+    them.
     """
 
     def __init__(
@@ -55,11 +62,8 @@ class ConstraintHandle:
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False
         self.prepared: object = None  # set by `gripmoe.constrain`: what it has made from the original model
-        self._closed = self._has_stepped = False
-        buffers = {layer: [*model.router(layer).buffers()] for layer in model.layers}
-        self._buffers = [(n, each, each.clone()) for n, of_layer in buffers.items() for each in of_layer]
-        self._versions = [buffer._version for _, buffer, _ in self._buffers]
-        self._first_gradients = self._gradients()
+        self._closed = False
+        self._watch = LoopWatch(model)
         self._before: dict[int, Tensor] = {}  # copies of the routers, during a step
         self._feasible_before: dict[int, Tensor] = {}  # the last feasible routers
         self._waiting = 0  # steps since the last projection, for a method with `every` > 1
@@ -94,6 +98,7 @@ class ConstraintHandle:
     def penalty(self) -> Tensor | float:
         """The penalty to add to the loss for the passes marked since the last call: a scalar with its graph, or 0.0 if
         the method has no penalty."""
+        self._require_open()
         penalty = sum(self._penalties, 0.0)
         self._penalties = []
         return penalty
@@ -113,8 +118,7 @@ class ConstraintHandle:
         it, or the loop gives up a batch after an error."""
         self._seen, self._penalties, self._checked = [], [], False
         self._marked.clear()
-        if not self._has_stepped:
-            self._first_gradients = self._gradients()
+        self._watch.skip()
         self.constraint.skip()
 
     @torch.no_grad()
@@ -123,6 +127,7 @@ class ConstraintHandle:
         an evaluation or a save, in every process; `close` does the same. It has no effect where no step waits."""
         if self._waiting and not self._closed:
             self._write_feasible()
+            self._watch.after_step()
 
     @property
     def watches(self) -> frozenset[str]:
@@ -151,6 +156,7 @@ class ConstraintHandle:
                 "this state is of another model, method or documents: call gripmoe.constrain on the original model, "
                 "before its trained weights are loaded"
             )
+        self._watch.loaded()
         self._waiting, feasible = state.get("waiting", (0, {}))
         self._feasible_before = {n: theta_Ed.to(self.model.theta(n).device) for n, theta_Ed in feasible.items()}
         self.constraint.load_state({n: value for n, value in state.items() if n not in ("origin", "waiting")})
@@ -163,23 +169,22 @@ class ConstraintHandle:
         """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
         of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
         the constraint. May be called twice. Warns if routers got gradients, and the optimizer has never stepped."""
-        self._warn_if_never_stepped()
+        self._warn()
         self._close(settle=True)
 
-    def _warn_if_never_stepped(self) -> None:
-        # A handle of the workflow's loop has nothing prepared: that loop steps the optimizer that it has made.
-        is_unused = self.prepared is not None and not (self._closed or self._has_stepped)
-        if is_unused and self._gradients() != self._first_gradients:
-            warnings.warn(
-                "the optimizer that `constrain` was given has never stepped, so no router was constrained: if another "
-                "one trains the model, call `constrain` with that one",
-                stacklevel=3,
-            )
+    def _warn(self) -> None:
+        # The loop of the workflow, whose handle has nothing prepared, steps the optimizer that it has made.
+        if self.prepared is not None and not self._closed:
+            self._watch.at_close()
 
-    def _gradients(self) -> list[tuple[int, int] | None]:
-        """Of each router parameter which tensor its gradient is, and how often this was written to."""
-        gradients = [parameter.grad for parameter in self.model.router_parameters()]
-        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+    def _require_open(self) -> None:
+        """Raises RuntimeError if training goes on with a closed handle whose marks would matter."""
+        if self._closed and self.watches and not self._evaluates():
+            raise RuntimeError(CLOSED)
+
+    def _evaluates(self) -> bool:
+        """Such as `Trainer.evaluate`."""
+        return not (torch.is_grad_enabled() or self.model.model.training)
 
     def _close(self, settle: bool) -> None:
         try:
@@ -191,11 +196,13 @@ class ConstraintHandle:
             self._undo.close()
 
     def __enter__(self) -> ConstraintHandle:
+        if self._closed:
+            raise RuntimeError(CLOSED)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
         if error is None:
-            self._warn_if_never_stepped()
+            self._warn()
             self._close(settle=True)
         else:  # of this process alone, perhaps: the others would not take part in settling
             self._close(settle=distributed.processes() == 1)
@@ -204,8 +211,8 @@ class ConstraintHandle:
 
     @contextmanager
     def _mark(self, kind: str, rows: Tensor | None) -> Iterator[None]:
-        evaluates = not (torch.is_grad_enabled() or self.model.model.training)  # such as `Trainer.evaluate`
-        if self._closed or evaluates or kind not in self.watches:
+        self._require_open()
+        if self._evaluates() or kind not in self.watches:
             yield
             return
         with observed_pass(self.model, kind, rows) as observed:
@@ -227,10 +234,9 @@ class ConstraintHandle:
     # Hooks around the optimizer's step
 
     def _before_step(self, optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        self._has_stepped = True
+        self._watch.before_step()
         with self._forgotten_on_error():
             self._require_same_routers()
-        self._warn_of_changed_buffers()
         self._before = {} if self.is_lifted else self.model.thetas()
         if not self._waiting:
             self._feasible_before = self._before
@@ -260,18 +266,6 @@ class ConstraintHandle:
                     f"the router of layer {layer} is that of another adapter: call `constrain` after `set_adapter`"
                 )
 
-    def _warn_of_changed_buffers(self) -> None:
-        if [buffer._version for _, buffer, _ in self._buffers] == self._versions:  # which asks no GPU
-            return
-        if layers := {layer for layer, buffer, first in self._buffers if not torch.equal(buffer, first.to(buffer))}:
-            warnings.warn(
-                f"buffers of the routers of layers {sorted(layers)} have changed, such as biases that balance the "
-                "load, and selections change with them: leave them as they are while the constraint is on",
-                stacklevel=4,
-            )
-            self._buffers = []
-        self._versions = [buffer._version for _, buffer, _ in self._buffers]
-
     @contextmanager
     def _forgotten_on_error(self) -> Iterator[None]:
         """After an error no step comes: its passes must not count in the next one."""
@@ -298,6 +292,7 @@ class ConstraintHandle:
             raise
         finally:
             self._before = {}
+            self._watch.after_step()
             self.skip()
 
     def _write_feasible(self) -> None:

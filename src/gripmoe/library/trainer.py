@@ -85,8 +85,10 @@ class ConstraintCallback(TrainerCallback):
         self.handle.skip()  # a GradScaler may have skipped the step; after a step there is nothing left
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        self.handle.close()
-        if args.load_best_model_at_end and state.best_model_checkpoint:
+        if not (args.load_best_model_at_end and state.best_model_checkpoint):
+            self.handle.close()
+        else:
+            self.handle._close(settle=True)  # `Trainer` has loaded other routers since the last step
             _reload(unwrapped(model), state.best_model_checkpoint)
 
     def _constrain(self, args, model, optimizer, processing_class) -> None:

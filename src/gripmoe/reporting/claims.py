@@ -92,7 +92,7 @@ def differences(runs: pd.DataFrame, claim: Claim, forgot: bool = False) -> pd.Se
     if not claim.compares_methods:
         return left - claim.right
     right = runs[(runs.metric == claim.metric_of_right) & (runs.method == claim.right)]
-    if claim.right in names.ORIGINALS:  # one for all objectives and seeds
+    if claim.right in names.NOT_UNLEARNED:  # one for all objectives and seeds
         of_model = right.set_index(["model", "benchmark"]).value
         baseline = left.index.droplevel(["objective", "seed"]).map(of_model)
         return (left - pd.Series(baseline, index=left.index, dtype=float)).dropna()
@@ -104,14 +104,14 @@ class Part(NamedTuple):
 
     name: str  # what sets them apart from the others; empty if there are no others
     runs: pd.Series  # a difference per run
-    values: pd.Series  # and per base model, world, or run of a single base model
+    values: pd.Series  # and per base model, fact set, or run of a single base model
     p_holds: float
     p_fails: float
 
 
-def _parts(pairs: pd.Series, claim: Claim, by_world: bool = False) -> list[Part]:
-    """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives. With `by_world`
-    the units are the fact sets, each the mean of its base models."""
+def _parts(pairs: pd.Series, claim: Claim, by_fact_set: bool = False) -> list[Part]:
+    """Kinds of base models and benchmarks are judged apart, and with `each_objective` also objectives. With
+    `by_fact_set` the units are the fact sets, each the mean of its base models."""
     if pairs.empty:
         return []
     by = ["model", "benchmark", *["objective"] * claim.each_objective]
@@ -120,9 +120,9 @@ def _parts(pairs: pd.Series, claim: Claim, by_world: bool = False) -> list[Part]
     for name, group in groups:
         runs = complete_cells(group.set_index(PAIRED_BY).value)
         values = units(runs)
-        if by_world and "objective" not in values.index.names:
-            worlds = group.drop_duplicates("model").set_index("model").benchmark
-            values = values.groupby(worlds).mean()
+        if by_fact_set and "objective" not in values.index.names:
+            fact_sets = group.drop_duplicates("model").set_index("model").benchmark
+            values = values.groupby(fact_sets).mean()
         parts.append(Part(name, runs, values, *_p_values(values, claim)))
     return parts
 
@@ -146,7 +146,7 @@ class Judgement(NamedTuple):
     verdict: str
     part: str
     runs: pd.Series
-    values: pd.Series  # of base models or worlds, or of the runs of one base model
+    values: pd.Series  # of base models or fact sets, or of the runs of one base model
     difference: float
     low: float
     high: float
@@ -164,10 +164,10 @@ def p_of(parts: list[Part]) -> float:
     return min(max(part.p_holds for part in parts), min(part.p_fails for part in parts) * len(parts))
 
 
-def judge(pairs: pd.Series, claim: Claim, alpha: float = ALPHA, by_world: bool = False) -> Judgement:
+def judge(pairs: pd.Series, claim: Claim, alpha: float = ALPHA, by_fact_set: bool = False) -> Judgement:
     """Verdict, and the interval of the part that gives it: at the level of the verdict, or the range of fewer than
     three values."""
-    return _judgement(_parts(pairs, claim, by_world), pairs, alpha)
+    return _judgement(_parts(pairs, claim, by_fact_set), pairs, alpha)
 
 
 def _judgement(parts: list[Part], pairs: pd.Series, alpha: float) -> Judgement:
@@ -217,7 +217,7 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: Claim, alpha: float)
 def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     """All claims with their verdicts, one row each. The primary claims (of that `family`) are judged together, by
     Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the
-    same level; `world_verdict` takes fact sets as units; `by_objective` has the mean difference under each
+    same level; `fact_set_verdict` takes fact sets as units; `by_objective` has the mean difference under each
     objective."""
     claims, primary = load_claims(), primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
@@ -236,7 +236,7 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
         row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs, claim)}
         row |= {"difference": found.difference, "low": found.low, "high": found.high, "verdict": found.verdict}
         row |= {"p": p_values[name], "level": level, "survives_holm": bool(p_values[name] <= holm_levels[name])}
-        row |= {"world_verdict": judge(pairs[name], claim, level, by_world=True).verdict}
+        row |= {"fact_set_verdict": judge(pairs[name], claim, level, by_fact_set=True).verdict}
         row |= {
             "forgot_runs": len(of_forgot.runs),
             "forgot_difference": of_forgot.difference,
@@ -337,8 +337,8 @@ def claims_table(runs: pd.DataFrame) -> Table:
                 value, spread = Cell(text, row.difference), Cell(f"{low} .. {high}", row.high - row.low)
             verdict = Cell(row.verdict, best=row.verdict == "holds", colour=COLOURS[row.verdict])
             number = Cell(f"{row.units} of {row.runs} runs" if row.unit == "base model" else f"{row.runs}", row.units)
-            asked, of_worlds = Cell(_asked(claim)), Cell(row.world_verdict)
-            shown = [Cell(str(row.line)), value, spread, asked, Cell(row.by_objective), number, verdict, of_worlds]
+            asked, of_fact_sets = Cell(_asked(claim)), Cell(row.fact_set_verdict)
+            shown = [Cell(str(row.line)), value, spread, asked, Cell(row.by_objective), number, verdict, of_fact_sets]
             forgot = Cell(MISSING)
             if row.forgot_verdict != "not measured":
                 text = f"{as_text(row.forgot_difference, claim)}, {row.forgot_runs} runs, {row.forgot_verdict}"

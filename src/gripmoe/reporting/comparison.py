@@ -171,7 +171,7 @@ def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
     listed = {row["method"] for block in blocks for row in block["rows"] if row.get("objective") == NO_OBJECTIVE}
-    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.ORIGINALS} - listed)
+    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.NOT_UNLEARNED} - listed)
     for title, is_ours in (("Control", True), ("External", False)):
         rows = [{"objective": NO_OBJECTIVE, "method": name} for name in others if (name in names.METHODS) == is_ours]
         blocks = blocks + [{"name": title, "rows": rows}] * bool(rows)
@@ -266,7 +266,7 @@ def _missed(run: dict[str, float]) -> bool:
 
 
 def _collapsed(key: tuple, run: dict[str, float]) -> bool:
-    return key[KEYS.index("method")] not in names.ORIGINALS and run.get("retain_accuracy", nan) <= names.COLLAPSED
+    return key[KEYS.index("method")] not in names.NOT_UNLEARNED and run.get("retain_accuracy", nan) <= names.COLLAPSED
 
 
 def _overshot(run: dict[str, float]) -> bool:
@@ -312,7 +312,7 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> li
     seeds, alike = int(of_cells.max()) if len(of_cells) else 0, of_cells.nunique() < 2
     of_one_model = any("model" in row for block in spec["blocks"] for row in block["rows"])
     groups = _groups(runs, spec)
-    models = max(group.model[~group.method.isin(names.ORIGINALS)].nunique() for _, group in groups) or 1
+    models = max(group.model[~group.method.isin(names.NOT_UNLEARNED)].nunique() for _, group in groups) or 1
     runs_in_row = seeds * (1 if of_one_model else models)
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""

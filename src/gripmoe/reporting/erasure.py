@@ -44,7 +44,7 @@ def depth_scores(runs: pd.DataFrame) -> pd.DataFrame:
     depths = runs[runs.metric.str.startswith("read_above_layer_")]
     wide = by_run(depths).reset_index()
     wide, layers = wide.set_index(["model", "benchmark"]), sorted(depths.metric.unique())
-    original, retrained = (wide[wide.method == name][layers] for name in names.ORIGINALS)
+    original, retrained = (wide[wide.method == name][layers] for name in names.NOT_UNLEARNED)
     asked = original - retrained
     asked = asked[asked > LEAST_DROP].reindex(wide.index)[wide[layers].notna()]
     reached = (original.reindex(wide.index) - wide[layers]).clip(lower=0.0).clip(upper=asked)[asked.notna()]
@@ -58,8 +58,8 @@ def attack_quality(runs: pd.DataFrame) -> Table:
     retrained model."""
     wide = by_run(runs).reset_index().set_index(["model", "benchmark"])
     attacks = [name for name in (*ATTACKS, "restored_experts_worst_layer") if name in wide]
-    original, retrained = (wide[wide.method == name][attacks] for name in names.ORIGINALS)
-    is_unlearned = ~wide.method.isin(names.ORIGINALS)
+    original, retrained = (wide[wide.method == name][attacks] for name in names.NOT_UNLEARNED)
+    is_unlearned = ~wide.method.isin(names.NOT_UNLEARNED)
     unlearned = wide[is_unlearned][attacks]
     found = unlearned - retrained.reindex(unlearned.index)
     table = Table(["knows", "never knew", "gap", "luck", "moves", "moves unlearned", "finds"], heading="Attack")

@@ -48,7 +48,7 @@ COLUMNS = (
     "base_models",
     *(f"{name}{part}" for name in MEASURES for part in ("", "_half_width")),
     *(f"{name}_bound" for name in GOALS),
-    *("attack", "excess_p", "excess_bound_of_worlds"),
+    *("attack", "excess_p", "excess_bound_of_fact_sets"),
 )
 
 
@@ -61,11 +61,12 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
     chooses an attack for each model may get more. `excess_bound` is the highest bound of any attack, and `excess_p` the
     highest p of the hypotheses that the excess under an attack is above the goal. Every attack has to reject it, so
     that their number needs no correction. If an attack was not made on every base model, neither is known. In
-    `excess_bound_of_worlds` each benchmark counts once. `attacked` is the forget accuracy under `attack`. `robustness`
-    is 1 for the retrained and 0 for the original model there, and its interval takes their difference as known."""
+    `excess_bound_of_fact_sets` each benchmark counts once. `attacked` is the forget accuracy under `attack`.
+    `robustness` is 1 for the retrained and 0 for the original model there, and its interval takes their difference as
+    known."""
     wide = by_run(runs).groupby(KEYS[:-1]).mean().reset_index()
     wide = wide.set_index(["model", "benchmark"])
-    originals, retrained = (wide[wide.method == name] for name in names.ORIGINALS)
+    originals, retrained = (wide[wide.method == name] for name in names.NOT_UNLEARNED)
     attacks = [name for name in ATTACKS if name in wide and retrained[name].notna().any()]
     unlearned = wide[(wide.method != "original") & wide.index.isin(retrained.index)] if attacks else wide[:0]
     rows = []
@@ -114,14 +115,14 @@ def _bound(goal: str, values: pd.Series | None) -> float:
 def _of_every_attack(excess: pd.DataFrame) -> dict[str, float]:
     """What is known of the excess under every attack; the columns are attacks, the rows base models."""
     bounds = [_bound("excess", excess[attack]) for attack in excess]
-    worlds = excess.groupby(level="benchmark").mean()
-    of_worlds = [_bound("excess", worlds[attack]) for attack in worlds]
+    by_fact_set = excess.groupby(level="benchmark").mean()
+    of_fact_sets = [_bound("excess", by_fact_set[attack]) for attack in by_fact_set]
     p_values = [one_sided_p(-excess[attack], -GOALS["excess"].level) for attack in excess]
     is_known = not pd.isna(bounds).any()
     return {
         "excess_bound": max(bounds) if is_known else nan,
         "excess_p": max(p_values) if is_known else nan,
-        "excess_bound_of_worlds": max(of_worlds) if is_known and not pd.isna(of_worlds).any() else nan,
+        "excess_bound_of_fact_sets": max(of_fact_sets) if is_known and not pd.isna(of_fact_sets).any() else nan,
     }
 
 

@@ -12,7 +12,7 @@ from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import read_yaml
 
 FORGOTTEN = 0.27  # of a four-way question, with the slack of the stop rule: forget accuracies below it count alike
-ORIGINALS = ("original", "retrained")  # models that were not unlearned
+NOT_UNLEARNED = ("original", "retrained")
 COLLAPSED = 0.3  # retain accuracy on four-way questions: chance, plus room for noise
 MATCHED = {"forget_accuracy", "verbmem", "knowmem_forget"}  # the stop rule makes these equal for all methods
 MARKERS = "<sovD^PX*dhp"  # one per colour, repeated if there are more colours

@@ -1,0 +1,86 @@
+"""Warnings of what a loop changes without the constraint: routers that another optimizer steps, and buffers."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from gripmoe.moe import MoEModel
+
+
+class LoopWatch:
+    """Looks at routers and their buffers before and after the steps of the optimizer that is constrained."""
+
+    def __init__(self, model: MoEModel):
+        self._model = model
+        buffers = {layer: [*model.router(layer).buffers()] for layer in model.layers}
+        self._buffers = [(n, each, each.clone()) for n, of_layer in buffers.items() for each in of_layer]
+        self._versions = [buffer._version for _, buffer, _ in self._buffers]
+        self._has_stepped = False
+        self._first_gradients = self._gradients()
+        self._left: tuple[list[int], list[Tensor]] | None = None  # `_written` after the last step
+
+    def skip(self) -> None:
+        """The gradients that are there are not of this loop."""
+        if not self._has_stepped:
+            self._first_gradients = self._gradients()
+
+    def loaded(self) -> None:
+        """The weights of another run are loaded."""
+        self._left = None
+
+    def before_step(self) -> None:
+        """Warns of buffers that have changed since the loop began, and of routers that have since the last step."""
+        self._has_stepped = True
+        self._warn_of_buffers()
+        self._warn_of_other_steps()
+
+    def after_step(self) -> None:
+        self._left = self._written()
+
+    def at_close(self) -> None:
+        """Warns of routers that have changed since the last step; and if routers got gradients, and there was no step
+        at all."""
+        self._warn_of_other_steps()
+        if not self._has_stepped and self._gradients() != self._first_gradients:
+            warnings.warn(
+                "the optimizer that `constrain` was given has never stepped, so no router was constrained: if another "
+                "one trains the model, call `constrain` with that one",
+                stacklevel=4,
+            )
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        """Of each router parameter which tensor its gradient is, and how often this was written to."""
+        gradients = [parameter.grad for parameter in self._model.router_parameters()]
+        return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+
+    def _written(self) -> tuple[list[int], list[Tensor]]:
+        """How often each router was written to, and its norm. The numbers of writes ask no GPU."""
+        thetas = [self._model.theta(layer).detach() for layer in self._model.layers]
+        return [theta_Ed._version for theta_Ed in thetas], list(torch._foreach_norm(thetas))
+
+    def _warn_of_other_steps(self) -> None:
+        if self._left is None or (now := self._written())[0] == self._left[0]:
+            return
+        pairs = zip(self._model.layers, self._left[1], now[1], strict=True)
+        if layers := [layer for layer, before, norm in pairs if not torch.equal(before, norm)]:
+            warnings.warn(
+                f"the routers of layers {layers} have changed since the last step of the optimizer that `constrain` "
+                "was given, and no constraint held: close the handle and call `constrain` with the optimizer that "
+                "trains them; with `original=` the first original stays",
+                stacklevel=5,
+            )
+
+    def _warn_of_buffers(self) -> None:
+        if [buffer._version for _, buffer, _ in self._buffers] == self._versions:  # which asks no GPU
+            return
+        if layers := {layer for layer, buffer, first in self._buffers if not torch.equal(buffer, first.to(buffer))}:
+            warnings.warn(
+                f"buffers of the routers of layers {sorted(layers)} have changed, such as biases that balance the "
+                "load, and selections change with them: leave them as they are while the constraint is on",
+                stacklevel=5,
+            )
+            self._buffers = []
+        self._versions = [buffer._version for _, buffer, _ in self._buffers]
