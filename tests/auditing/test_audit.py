@@ -309,7 +309,7 @@ def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, cap
     found = read_json(out / "audit.json")
     assert told[-3] == f"{found['verdict']}: {found['sentence']}" and told[-1].endswith("index.html")
     metrics = [found["metrics"][name]["retain_accuracy"] for name in ("unlearned", "original")]
-    assert told[-2] == "retained: retain accuracy is {:.2f} ({:.2f} in the original model)".format(*metrics)
+    assert told[-2].startswith("retained: retain accuracy is {:.2f} ({:.2f} in the original model)".format(*metrics))
     assert told[-2].removeprefix("retained: ") in (out / "index.html").read_text()
     assert any(text.startswith("expert forcing") and "unlearned, retrained" in text for text in told)
     assert {f.name for f in out.iterdir()} >= {
@@ -402,6 +402,7 @@ def test_what_is_refused_leaves_nothing(pair, files, asked, tokenizer, tmp_path)
         ({**files, "relearning": 3}, "--relearning: 3 is no mapping"),
         ({**files, "relearning": {"rate": 1e-5}}, "--relearning: rate: unknown key"),
         ({**files, "retrained": pair / "original"}, "--retrained: this is the original model"),
+        ({**files, "retrained": pair / "unlearned"}, "--retrained: this is the unlearned model"),
         (
             {**files, "retain_text": ["A fact of two words."] * 9 + ["one"]},
             r"--retain-text: document 'retain/9' \('one'",

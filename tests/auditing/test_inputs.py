@@ -1,5 +1,7 @@
 """Questions and texts of one's own as a data folder, and what is refused, with file, row and remedy."""
 
+import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -144,6 +146,16 @@ def test_a_question_has_one_right_answer(asked):
     other = [row | {"answer": (row["answer"] + 1) % 4} for row in asked.forget]
     with pytest.raises(ConfigError, match="stands twice, and another choice is right there; correct one of them"):
         own([*asked.forget, *other], asked.retain)
+
+
+@pytest.mark.parametrize(("same", "refused"), [(1.0, True), (0.65, True), (0.5, False)])
+def test_one_letter_is_not_the_answer_of_most_questions(asked, same, refused):
+    """Or a model that always gives it would seem to know them."""
+    rows = [row | {"answer": 0, "choices": row["choices"]} for row in asked.forget]
+    others = itertools.cycle((1, 2, 3))
+    rows = [row if n < same * len(rows) else row | {"answer": next(others)} for n, row in enumerate(rows)]
+    with pytest.raises(ConfigError, match="A is right in .*: shuffle the choices") if refused else nullcontext():
+        own(rows, asked.retain)
 
 
 @pytest.mark.parametrize("both", ["--forget-text, --retain-text", "--forget-text, --holdout-text"])

@@ -1,5 +1,7 @@
 """The report of an audit on answers made up for it: its intervals, and its charts."""
 
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
@@ -17,7 +19,8 @@ COUNT = 24
 def report():
     """Two questions about each fact. The original knows all, and the unlearned model, which knows none, answers half of
     them under forced sets."""
-    questions = [{"id": f"q{number}", "fact": f"fact {number // 2}"} for number in range(COUNT)]
+    asked = {"exposure": "forget", "subject": "ports", "question": "Which?", "choices": list("wxyz"), "answer": 0}
+    questions = [{"id": f"q{number}", "fact": f"fact {number // 2}", **asked} for number in range(COUNT)]
     ids = [question["id"] for question in questions]
     half = [float(number % 4 < 2) for number in range(COUNT)]
     layers = {f"restored_router_layer_{layer}": [0.0] * COUNT for layer in range(2)}
@@ -48,6 +51,20 @@ def test_equal_answers_are_no_certainty_in_the_tables_either(report):
     assert pd.isna(frame.loc[("original", "retain_accuracy")].low), "a measure without answers"
     shown = report.to_summary().set_index(["model", "measure"])
     assert shown.loc[("unlearned", "forget_accuracy")].high == wrong.high
+
+
+@pytest.mark.parametrize("retained", [0.22, 0.9])
+def test_a_model_that_answers_nothing_is_told(report, retained):
+    """The verdict is on forgetting, which is then no merit."""
+    report.found["unlearned"].metrics["retain_accuracy"] = retained
+    assert ("little more than a guess" in str(report)) == (retained == 0.22)
+
+
+def test_a_report_that_replaces_another_ones_says_so(report, tmp_path, capsys):
+    report.found["unlearned"].metrics["retain_accuracy"] = 0.9
+    for models in ("a", "a", "b"):
+        replace(report, identity={"models": models}).save(tmp_path)
+        assert ("replaces the report on other models" in capsys.readouterr().err) == (models == "b")
 
 
 def test_models_have_the_colours_that_their_methods_have_elsewhere(report):

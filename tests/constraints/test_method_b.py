@@ -120,6 +120,15 @@ def test_a_model_that_is_not_the_one_remembered_is_refused_before_anything_is_wr
     assert all(torch.equal(theta, before[layer]) for layer, theta in MoEModel(model).thetas().items())
 
 
+def test_a_model_whose_hidden_states_are_not_finite_is_refused():
+    original = gripmoe.remember(small_model(), [random_batch(rows=8, seed=7)])
+    model = unlearned().model
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.down_proj.fill_(torch.nan)
+    with pytest.raises(ValueError, match="hidden states of this model are not finite"):
+        gripmoe.realign(model, original)
+
+
 def test_documents_are_remembered_batch_by_batch_and_kept_in_a_file(tmp_path):
     """A long document does not pad the others. What was kept refits the routers to the same values."""
     batches = [random_batch(rows=8, length=12, seed=7), random_batch(rows=1, length=40, seed=8)]

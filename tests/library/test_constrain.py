@@ -191,6 +191,19 @@ def test_only_sound_null_spaces_warn_of_decay(method):
     assert said == ([__file__] if method == "full_null_space" else [])
 
 
+@pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "frozen_router"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_routers_that_do_not_train_are_warned_of_under_method_a(trains, method):
+    model = small_model()
+    optimizer = adamw(model)
+    for layer in model.model.layers:
+        layer.mlp.gate.weight.requires_grad_(trains)
+    with warnings.catch_warnings(record=True, action="always") as seen:
+        gripmoe.constrain(model, optimizer, RETAIN, method=method).close()
+    said = [each.filename for each in seen if "no router trains" in str(each.message)]
+    assert said == [__file__] * (not trains and method != "frozen_router")
+
+
 @pytest.mark.parametrize("rows, warns", [(1, False), (40, True)])
 def test_routers_that_cannot_move_are_warned_of(rows, warns):
     """Many tokens of few dimensions leave no direction free."""

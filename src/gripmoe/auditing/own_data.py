@@ -16,6 +16,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl, read_text
 
 FEWEST = 20  # questions: with fewer, intervals are too wide
+MOST = 0.6  # share of questions of which one letter is the answer
 FEWEST_FACTS = 5  # about which the questions of the split test ask; intervals are over facts
 BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
 SUBJECT = "general knowledge"  # the default subject of a question
@@ -98,6 +99,12 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
         raise ConfigError(
             f"{name}: the questions of the split 'test' are about {len(tested)} facts (column `fact`); an interval "
             f"needs {FEWEST_FACTS} at least: give more, or leave `fact` out if each question asks about another one"
+        )
+    (letter, count), *_ = Counter(row["answer"] for row in questions).most_common()
+    if count > MOST * len(questions):
+        raise ConfigError(
+            f"{name}: {LETTERS[letter]} is right in {count} of {len(questions)} questions, so a model that always says "
+            f"{LETTERS[letter]} would seem to know them: shuffle the choices of each question"
         )
     return questions
 

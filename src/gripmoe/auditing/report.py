@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from tqdm import tqdm
 
 from gripmoe.attacks.base import Found
 from gripmoe.attacks.prompts import ORDER
@@ -18,7 +20,8 @@ from gripmoe.auditing.charts import charts_of
 from gripmoe.auditing.plan import NOT_CHOSEN
 from gripmoe.auditing.verdict import COUNTED, Verdict, counted, interval_over_facts, judge
 from gripmoe.data.prompt_formats import LETTERS
-from gripmoe.io.files import write_json, write_text
+from gripmoe.io.files import read_json, write_json, write_text
+from gripmoe.reporting.names import COLLAPSED
 from gripmoe.reporting.page import write_page
 from gripmoe.reporting.scores import corrected_for_chance
 
@@ -123,6 +126,9 @@ class AuditReport:
     def save(self, folder: Path | str) -> None:
         """Writes audit.json, measures.csv, attacks.csv, questions.csv and index.html, one page for a browser."""
         folder, answers = Path(folder), self.to_answers()
+        before = read_json(folder / "audit.json") if (folder / "audit.json").exists() else self.identity
+        if any(before.get(key) != self.identity.get(key) for key in ("models", "data")):
+            tqdm.write(f"{folder}: replaces the report on other models or questions", file=sys.stderr)
         frames = {"measures": self.to_frame(), "attacks": self.verdict.returned, "questions": answers}
         for name, frame in frames.items():
             write_text(folder / f"{name}.csv", frame.to_csv(index=False))
@@ -159,7 +165,8 @@ class AuditReport:
     def retained(self) -> str:
         """Retain accuracy before and after: the verdict is on forgetting alone."""
         before, after = (self.found[name].metrics["retain_accuracy"] for name in ("original", "unlearned"))
-        return f"retain accuracy is {after:.2f} ({before:.2f} in the original model)"
+        lost = ": little more than a guess, and a model that answers nothing has forgotten too" * (after <= COLLAPSED)
+        return f"retain accuracy is {after:.2f} ({before:.2f} in the original model){lost}"
 
     @property
     def not_made(self) -> list[str]:

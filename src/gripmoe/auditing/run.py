@@ -116,6 +116,8 @@ def audit(
         digests = {name: weights_digest(model) for name, model in loaded.items()}
         if digests.get("retrained") == digests["original"]:
             raise ConfigError("--retrained: this is the original model; give one that was trained without forget data")
+        if digests.get("retrained") == digests["unlearned"]:
+            raise ConfigError("--retrained: this is the unlearned model; give one that was trained without forget data")
         if digests["unlearned"] == digests["original"]:
             tqdm.write("warning: --unlearned has the weights of --original: nothing was unlearned")
         moes = {name: MoEModel(model) for name, model in loaded.items()}

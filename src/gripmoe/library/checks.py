@@ -125,7 +125,13 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def warn_if_nothing_moves(constraint: RouterConstraint, moe: MoEModel) -> None:
+def warn_if_nothing_moves(method: Method, constraint: RouterConstraint, moe: MoEModel) -> None:
+    if method.constraint == "null_space" and not any(each.requires_grad for each in moe.router_parameters()):
+        warnings.warn(
+            'no router trains (`requires_grad` is False), so this is method="frozen_router": call '
+            "`requires_grad_(True)` on the routers before",
+            stacklevel=3,
+        )
     if isinstance(constraint, NullSpace) and all(
         bool((b.ranks == moe.hidden_size).all()) for b in constraint.bases.values()
     ):

@@ -101,7 +101,7 @@ def constrain(
 
     Warns of a load-balancing loss, of weights in float16, of weight decay on routers under Method A's sound form, of
     rows that seem padded but have no mask, of retain tokens that leave no router free to move under Method A's sound
-    form, and of a step under `replay` in eval mode.
+    form, of routers that do not train under Method A, and of a step under `replay` in eval mode.
 
     Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
     routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
@@ -142,7 +142,7 @@ def constrain(
         with moe.evaluating():
             built.constraint.start(moe, to_retain)
             sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
-        warn_if_nothing_moves(built.constraint, moe)
+        warn_if_nothing_moves(method, built.constraint, moe)
         trains = {parameter: parameter.requires_grad for parameter in parameters}
         origin = _origin(moe, method, [*to_retain, *to_forget])
         if distributed.average(float(origin != distributed.text_of_first(origin))):
