@@ -63,7 +63,7 @@ CHANGES = {
     "bf16": {"optimizer": "adamw_fp32"},
     "bf16_fp8": {"optimizer": "adamw_fp32", "expert_precision": "fp8_emulated"},
     "bf16_8bit": {"optimizer": "adamw_8bit"},
-    # The sign of a gradient near zero is decided by a rounding error, so the attacker's steps are short.
+    # The sign of a gradient near zero is decided by a rounding error, so the adversary's steps are short.
     "attacked": {"adversary_steps": 2, "adversary_restart": 2, "adversary_rate": 0.3},
     "sam": {"sharpness_radius": 0.05},
     # What is left of a gradient of few tokens is near zero, of which AdamW makes whole steps.

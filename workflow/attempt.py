@@ -57,7 +57,7 @@ MEASURED = [
 
 
 class Swapped(QuestionSetting):
-    """Dev and test questions change places: all dev questions are asked, and the attacker relearns documents about the
+    """Dev and test questions change places: all dev questions are asked, and the adversary relearns documents about the
     facts of test questions."""
 
     @cached_property

@@ -273,7 +273,7 @@ def test_attempts_are_counted_and_quoted():
     assert len(shown) > 15 and not [row for row in shown if tuple(row[1:]) not in known]
 
 
-def test_dev_questions_chose_the_attackers_rate():
+def test_dev_questions_chose_the_adversarys_rate():
     tried = pd.read_csv(RECORD / "attempts_tuning.csv")
     settings = pd.DataFrame(map(json.loads, tried.change))
     table = pd.concat([tried, settings], axis=1)

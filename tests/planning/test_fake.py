@@ -149,7 +149,7 @@ def test_every_method_takes_a_step_under_every_objective(objective, method):
 
 
 def test_one_step_of_an_attacked_method_can_be_planned(tmp_path):
-    """Whose attacker restarts at checkpoints."""
+    """Whose adversary restarts at checkpoints."""
     question = Costs(PAPER, tmp_path)._unlearning(Step("olmoe", "unlearn", "wmdp_cyber", "gd", "anchored_adversary"))
     assert Training(**question["training"]).adversary_steps == 2
 

@@ -1,4 +1,4 @@
-"""Unlearning under attack: where the forget gradient is taken, what the attacker keeps, and that a run resumes."""
+"""Unlearning under attack: where the forget gradient is taken, what the adversary keeps, and that a run resumes."""
 
 import json
 
@@ -8,6 +8,7 @@ import torch
 from conftest import random_batch, small_model
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Training
+from gripmoe.constraints.hooks import Diverged
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
@@ -22,7 +23,7 @@ def experts_of(moe):
     return [p for layer in moe.layers for p in moe.expert_parameters(layer)]
 
 
-def test_a_step_of_the_attacker_by_hand():
+def test_a_step_of_the_adversary_by_hand():
     moe = MoEModel(small_model())
     experts, batch = experts_of(moe), random_batch(seed=3)
     before = [p.detach().clone() for p in experts]
@@ -43,6 +44,7 @@ def test_what_would_train_the_model_or_nothing_is_refused():
     moe, batch = MoEModel(small_model()), random_batch(seed=3)
     for parameters, rate, said in (
         ([], 0.01, "`parameters` are the weights"),
+        (moe.model, 0.01, "`parameters` are the weights"),
         (moe.model.named_parameters(), 0.01, r"give `model.parameters\(\)`"),
         (experts_of(moe), -0.01, "`rate` is -0.01"),
         (experts_of(moe), "0.01", "`rate` is '0.01'"),
@@ -53,10 +55,13 @@ def test_what_would_train_the_model_or_nothing_is_refused():
     adversary.restart()
     with adversary.weights(), pytest.raises(ValueError, match="`loss_of` returns NoneType"):
         adversary.relearn(lambda: None)
-    for parameter in experts_of(moe):
-        parameter.requires_grad_(False)  # as PEFT leaves them
-    with adversary.weights(), pytest.raises(ValueError, match="no parameter of the attacker has a gradient"):
-        adversary.relearn(lambda: cross_entropy(moe, batch))
+    with adversary.weights(), pytest.raises(Diverged, match="the loss is nan"):
+        adversary.relearn(lambda: cross_entropy(moe, batch) * torch.nan)
+    for some in (experts_of(moe), moe.model.parameters()):  # as PEFT leaves them, and where nothing trains
+        for parameter in some:
+            parameter.requires_grad_(False)
+        with adversary.weights(), pytest.raises(ValueError, match="no parameter of the adversary has a gradient"):
+            adversary.relearn(lambda: cross_entropy(moe, batch))
     with adversary.weights(), pytest.raises(RuntimeError, match="call `restart` before that block"):
         adversary.restart()
     with pytest.raises(RuntimeError, match="outside `weights` this would train the model itself"):
@@ -85,7 +90,7 @@ def test_a_step_of_an_optimizer_that_would_be_undone_is_refused(fused):
         torch.optim.AdamW(small_model().parameters(), lr=0.1).step()
 
 
-def test_small_steps_of_the_attacker_add_up_in_bf16():
+def test_small_steps_of_the_adversary_add_up_in_bf16():
     """Also from one visit to the next. The control: a single step moves few weights."""
     moe, batch = MoEModel(small_model().bfloat16()), random_batch(seed=3)
     experts = experts_of(moe)
@@ -177,17 +182,17 @@ class Asked(GradientDifference):
 
 
 @pytest.mark.parametrize("training", [TRAINING, ATTACKED], ids=["alone", "attacked"])
-def test_the_forget_loss_is_asked_of_the_attacker_and_the_retain_loss_of_the_model(tmp_path, training):
-    """The control: without an attacker both losses see the same weights."""
+def test_the_forget_loss_is_asked_of_the_adversary_and_the_retain_loss_of_the_model(tmp_path, training):
+    """The control: without an adversary both losses see the same weights."""
     _, outcome = run(tmp_path / "state.pt", objective=(asked := Asked()), training=training)
     steps = training.max_steps
     same = [torch.equal(*pair) for pair in zip(asked.forget[:steps], asked.retain[:steps], strict=True)]
     assert all(same) if training is TRAINING else not any(same)
-    assert ("attacker_loss" in outcome.history[-1]) == (training is ATTACKED)
+    assert ("adversary_loss" in outcome.history[-1]) == (training is ATTACKED)
 
 
-def test_the_attacker_goes_on_from_its_own_weights_until_it_restarts(tmp_path):
-    """Within two steps of a restart the attacker is nearer to the model than later."""
+def test_the_adversary_goes_on_from_its_own_weights_until_it_restarts(tmp_path):
+    """Within two steps of a restart the adversary is nearer to the model than later."""
     far = TRAINING.model_copy(update={"adversary_steps": 1, "adversary_restart": 6, "checkpoint_every": 6})
     run(tmp_path / "state.pt", objective=(asked := Asked()), training=far)
     pairs = zip(asked.forget[: far.max_steps], asked.retain[: far.max_steps], strict=True)

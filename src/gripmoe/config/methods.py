@@ -93,9 +93,9 @@ class Method(Strict):
         of_routers = self.training.keys() & {"router_multiplier", "router_weight_decay"}
         if of_routers and self.constraint == "frozen":
             raise Mistake(f"training.{min(of_routers)}", "without effect here: `constraint: frozen` trains no router")
-        of_attacker = self.training.keys() & {"adversary_rate", "adversary_restart"}
-        if of_attacker and not self.training.get("adversary_steps"):
-            raise Mistake(f"training.{min(of_attacker)}", "without effect here: give `adversary_steps`")
+        of_adversary = self.training.keys() & {"adversary_rate", "adversary_restart"}
+        if of_adversary and not self.training.get("adversary_steps"):
+            raise Mistake(f"training.{min(of_adversary)}", "without effect here: give `adversary_steps`")
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore`, `correction: realign` or `correction: undo`")
         if self.correction == "undo" and not (self.corrects and self.undo):

@@ -100,9 +100,9 @@ class Training(Strict):
     trained_layers: PositiveInt | None = None  # train only the last n MoE blocks that the losses reach; all if absent
     objective: dict[str, int | float] = {}  # settings of the objective, such as `alpha`
     alpha_multiplier: PositiveFloat = 1.0  # of the objective's retain weight
-    adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no attacker
-    adversary_rate: PositiveFloat = 1.0  # by which multiple of the learning rate a step of the attacker moves a weight
-    adversary_restart: PositiveInt = 10  # steps after which the attacker starts from the model again
+    adversary_steps: Annotated[int, Field(ge=0)] = 0  # of relearning, before each forget pass; 0: no adversary
+    adversary_rate: PositiveFloat = 1.0  # by which multiple of the learning rate a step of the adversary moves a weight
+    adversary_restart: PositiveInt = 10  # steps after which the adversary starts from the model again
     sharpness_radius: NonNegative = 0.0  # SAM's rho: how far up the forget loss its gradient is taken; 0: not moved
     disruption_mask: bool = False  # MUDMAN: a forget gradient counts only where the retain gradient has its sign
     dropped_components: Annotated[int, Field(ge=0)] = 0  # RepSelect: principal components that gradients lose

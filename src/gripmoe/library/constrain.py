@@ -324,8 +324,8 @@ def _unable(method: Method) -> str | None:
         return "`experts: null_space`: it moves experts, which the loop trains; the workflow does so"
     if of_loop := sorted(method.training.keys() - {"router_weight_decay"}):  # of which `warn_of_decay` warns
         keys = ", ".join(f"`training.{key}`" for key in of_loop)
-        attacker = " (an attacker: gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""
-        return f"{keys}: hyperparameters of the loop; set them there{attacker}, and give a Method without `training`"
+        adversary = " (gripmoe.RelearningAdversary)" if "adversary_steps" in of_loop else ""
+        return f"{keys}: hyperparameters of the loop; set them there{adversary}, and give a Method without `training`"
     return None
 
 

@@ -1,9 +1,9 @@
 """Where the forget gradient is taken, if not at the model's own weights.
 
-An attacker relearns while a model unlearns, as in TAR (Tamirisa et al. 2024) and MUDMAN (Sondej et al. 2025).
-Unlearning takes the gradient of its forget loss where relearning would bring the model, so that the loss holds there
-too. The attacker starts from the model's weights at each `restart` and goes on from its own in between. SAM (Fan et
-al. 2025) takes the gradient at the worst of the weights nearby, to first order.
+An adversary, a simulated attacker, relearns while a model unlearns, as in TAR (Tamirisa et al. 2024) and MUDMAN (Sondej
+et al. 2025). Unlearning takes the gradient of its forget loss where relearning would bring the model, so that the loss
+holds there too. The adversary starts from the model's weights at each `restart` and goes on from its own in between.
+SAM (Fan et al. 2025) takes the gradient at the worst of the weights nearby, to first order.
 """
 
 from __future__ import annotations
@@ -16,41 +16,45 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gripmoe.constraints.hooks import Diverged
 from gripmoe.io import distributed
 from gripmoe.moe.modes import restored
 
 
 class RelearningAdversary:
-    """The attacker's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
-    `rate` against the sign of its gradient, as AdamW's first step does; so the attacker keeps no optimizer state
+    """The adversary's copy of `parameters`, the ones that unlearning trains. A step of descent moves each weight by
+    `rate` against the sign of its gradient, as AdamW's first step does; so the adversary keeps no optimizer state
     (ours). Raises ValueError without parameters, or for a `rate` that is not positive. `weights` raises RuntimeError
     before the first `restart`, `restart` within `weights`, and `relearn` outside `weights` or under reentrant gradient
     checkpointing."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
-        self._parameters, self._rate = list(parameters), rate
+        self._parameters = list(parameters) if isinstance(parameters, Iterable) else []
+        self._rate = rate
         self._weights: list[Tensor] = []
-        self._attacking = False  # whether the parameters have the attacker's weights
+        self._attacking = False  # whether the parameters have the adversary's weights
         if not self._parameters or not all(isinstance(parameter, Tensor) for parameter in self._parameters):
-            raise ValueError("`parameters` are the weights that the attacker trains: give `model.parameters()` or some")
+            raise ValueError(
+                "`parameters` are the weights that the adversary trains: give `model.parameters()`, or some of them"
+            )
         if not isinstance(rate, int | float) or not 0 < rate < math.inf:
             raise ValueError(f"`rate` is {rate!r}: give the distance that a step moves each weight, above 0")
 
     def restart(self) -> None:
-        """The attacker takes the weights that the model has now. Raises RuntimeError within `weights`, where the model
-        has the attacker's."""
+        """The adversary takes the weights that the model has now. Raises RuntimeError within `weights`, where the model
+        has the adversary's."""
         if self._attacking:
             raise RuntimeError(
-                "within `weights` the model has the attacker's weights: call `restart` before that block"
+                "within `weights` the model has the adversary's weights: call `restart` before that block"
             )
         self._weights = [parameter.detach().to(torch.float32, copy=True) for parameter in self._parameters]
 
     @contextmanager
     def weights(self) -> Iterator[None]:
-        """Within the block the parameters have the attacker's weights. Gradients stay when the block ends. Raises
+        """Within the block the parameters have the adversary's weights. Gradients stay when the block ends. Raises
         RuntimeError before the first `restart`, and if an optimizer steps the parameters, since that is undone."""
         if len(self._weights) != len(self._parameters):
-            raise RuntimeError("the attacker has no weights yet: call `restart` first")
+            raise RuntimeError("the adversary has no weights yet: call `restart` first")
         with restored(self._parameters):
             with torch.no_grad():
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
@@ -69,27 +73,30 @@ class RelearningAdversary:
 
     def relearn(self, loss_of: Callable[[], Tensor]) -> float:
         """One step of descent on a loss, within `weights`; returns the loss. The gradients of all parameters, also of
-        those that are not the attacker's, are afterwards what they were before. Raises RuntimeError outside `weights`
-        and under reentrant gradient checkpointing, ValueError if `loss_of` returns no loss, or a loss of which no
-        parameter of the attacker has a gradient."""
+        those that are not the adversary's, are afterwards what they were before. Raises RuntimeError outside `weights`
+        and under reentrant gradient checkpointing, Diverged if the loss is not finite, ValueError if `loss_of` returns
+        no loss, or one of which no parameter of the adversary has a gradient."""
         if not self._attacking:
             raise RuntimeError("outside `weights` this would train the model itself: call `relearn` within that block")
         loss = loss_of()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"`loss_of` returns {type(loss).__name__}: let it return the loss, a tensor of one number")
+        if not loss.isfinite():
+            raise Diverged(f"the loss is {loss.item()}, of which nothing is learned: take an earlier checkpoint")
         kept = [(tensor, tensor.grad) for tensor in {*self._parameters, *_leaves(loss)}]
         try:
             for tensor, _ in kept:
                 tensor.grad = None
-            loss.backward()
+            if loss.requires_grad:
+                loss.backward()
             if all(parameter.grad is None for parameter in self._parameters):
                 raise ValueError(
-                    "no parameter of the attacker has a gradient of this loss, so the attacker learns nothing: give "
+                    "no parameter of the adversary has a gradient of this loss, so the adversary learns nothing: give "
                     "parameters that train (under PEFT, those of the adapter)"
                 )
             with torch.no_grad():
                 for parameter, weight in zip(self._parameters, self._weights, strict=True):
-                    if parameter.grad is not None:  # the attacker's weights are in fp32: in bf16 few would move
+                    if parameter.grad is not None:  # the adversary's weights are in fp32: in bf16 few would move
                         weight.sub_(parameter.grad.sign(), alpha=self._rate)
                         parameter.copy_(weight)
         finally:
@@ -109,7 +116,7 @@ def _leaves(loss: Tensor) -> Iterator[Tensor]:
         seen.add(node)
         if "CheckpointFunction" in node.name():
             raise RuntimeError(
-                "reentrant gradient checkpointing hides which gradients the attacker changes: "
+                "reentrant gradient checkpointing hides which gradients the adversary changes: "
                 'model.activation_checkpointing_enable({"use_reentrant": False})'
             )
         if hasattr(node, "variable"):

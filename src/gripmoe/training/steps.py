@@ -31,7 +31,7 @@ from gripmoe.training.optimizers import rate_zero
 from gripmoe.training.step_batches import StepBatches
 
 TIMED_PAIRS = 8
-ATTACKER_SEED = 500_000  # added to a run's own: the attacker draws documents in another order than the steps
+ADVERSARY_SEED = 500_000  # added to a run's own: the adversary draws documents in another order than the steps
 
 
 @dataclass
@@ -108,8 +108,8 @@ class Steps:
 
     @contextmanager
     def _at_forget_weights(self, step: int) -> Iterator[dict[str, float]]:
-        """Within the block the model has the weights where the forget gradient is taken: those of the attacker, who has
-        relearned before it, those uphill of its own (SAM), or its own. Gives the attacker's last loss."""
+        """Within the block the model has the weights where the forget gradient is taken: those of the adversary, who has
+        relearned before it, those uphill of its own (SAM), or its own. Gives the adversary's last loss."""
         if radius := self.training.sharpness_radius:
             self._backward("forget", self.objective.forget_loss, step, 1.0, marks=False)
             with uphill(self.routers + self.experts, radius):
@@ -121,13 +121,13 @@ class Steps:
         if step % self.training.adversary_restart == 0:
             self.adversary.restart()
         steps = self.training.adversary_steps
-        theirs = replace(self.batches, seed=self.batches.seed + ATTACKER_SEED)
+        theirs = replace(self.batches, seed=self.batches.seed + ADVERSARY_SEED)
         with self.adversary.weights():
             for number in range(steps):
                 batch = theirs.of("forget", step * steps + number)
                 self.tokens += int(batch.attention_mask.sum())
                 loss = self.adversary.relearn(partial(cross_entropy, self.model, batch))
-            yield {"attacker_loss": loss}
+            yield {"adversary_loss": loss}
 
     @contextmanager
     def _as_trained(self, batch: Batch) -> Iterator[None]:
