@@ -55,9 +55,7 @@ class Outcome:
     history: list[dict[str, float]]
     seconds: tuple[float, float] | None
     documents: dict[str, int]  # of a step, over all processes and passes: "forget" and "retain"
-    tokens: (
-        int  # that training has passed forward and backward through the model, the adversary's too, in all processes
-    )
+    tokens: int  # that training passed forward and backward through the model, the adversary's too, in all processes
     held_bytes: int  # of the tensors that the constraints of routers and experts keep
 
     @property

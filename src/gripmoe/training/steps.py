@@ -108,8 +108,8 @@ class Steps:
 
     @contextmanager
     def _at_forget_weights(self, step: int) -> Iterator[dict[str, float]]:
-        """Within the block the model has the weights where the forget gradient is taken: those of the adversary, who has
-        relearned before it, those uphill of its own (SAM), or its own. Gives the adversary's last loss."""
+        """Within the block the model has the weights where the forget gradient is taken: those of the adversary,
+        which relearned before it, those uphill of its own (SAM), or its own. Gives the adversary's last loss."""
         if radius := self.training.sharpness_radius:
             self._backward("forget", self.objective.forget_loss, step, 1.0, marks=False)
             with uphill(self.routers + self.experts, radius):
