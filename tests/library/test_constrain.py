@@ -67,7 +67,7 @@ def test_every_row_works_by_name_or_says_why_not():
         "expert_specific_paper_retain_x3": "`training.alpha_multiplier`: hyperparameters of the loop",
         "expert_specific_router_x10": "`training.router_multiplier`: hyperparameters of the loop",
         "expert_specific_fp8": "`training.expert_precision`: hyperparameters of the loop",
-        "anchored_adversary": "`training.adversary_steps`: hyperparameters of the loop; set them there (gripmoe.Relearning",
+        "anchored_adversary": "`training.adversary_steps`: hyperparameters of the loop; set them there (gripmoe.",
         "sam": "`training.sharpness_radius`: hyperparameters of the loop; set them there",
         "repselect": "`training.dropped_components`: hyperparameters of the loop; set them there",
         "mudman": "`training.adversary_rate`, `training.adversary_steps`, `training.disruption_mask`: hyperparameters",
