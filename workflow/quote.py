@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
+from shared import ROOT
 from transformers import AutoConfig
 
 from gripmoe.config.world import NO_OBJECTIVE
@@ -26,7 +27,6 @@ from gripmoe.reporting.runs import KEYS, load_histories, load_runs, of_kind
 from gripmoe.reporting.tables import fixed
 from gripmoe.reporting.uncertainty import units_of_table
 
-ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "docs" / "record"
 QUOTES = ROOT / "docs" / "quotes.yaml"
 SLOT, NUMBER = "{}", r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"

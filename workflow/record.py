@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from shared import ROOT
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.project import Project
@@ -38,7 +39,6 @@ from gripmoe.reporting.runs import ID, KEYS, beside, load_answers, load_attacks,
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
 from gripmoe.reporting.uncertainty import interval, units_of_table
 
-ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / "docs" / "record"
 PICTURES = OUTPUT.with_name("images")
 OVERVIEW = (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gripmoe.cli.main import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "workflow" / "config"
 
 

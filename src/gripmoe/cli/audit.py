@@ -35,7 +35,9 @@ def audit(
     ] = None,
     budget: Annotated[float | None, typer.Option(help="Minutes; later measurements are skipped.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that lies in a model's folder.")] = False,
-    plan_only: Annotated[bool, typer.Option(help="Say what it takes, from config.json alone, and stop.")] = False,
+    plan_only: Annotated[
+        bool, typer.Option(help="Say what it takes, from config.json alone, and stop; for models in bf16 or fp16.")
+    ] = False,
 ) -> None:
     """Measure and attack an unlearned model beside its original.
 

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
+from gripmoe.config.world import RunKey
 from gripmoe.io.errors import ConfigError
 from gripmoe.reporting import names
 
-KEYS = ["model", "benchmark", "objective", "method", "seed"]
+KEYS = list(RunKey._fields)
 COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 # Names as plain objects: the strings that pandas would choose take a third more time in small tables.
