@@ -479,6 +479,8 @@ def test_a_retain_loss_above_its_bound_ends_training_before_the_step():
     assert losses[5.0] < 6.0 and losses[float("inf")] > 8.0, losses
     with pytest.raises(gripmoe.Diverged, match="retain loss nan"):
         handle.check(float("nan"))
+    with pytest.raises(ValueError, match="`retain_loss` has 2 numbers: give its mean"):
+        handle.check(torch.ones(2))
 
 
 def test_a_bound_that_the_loop_leaves_out_is_an_error():

@@ -275,6 +275,7 @@ def test_what_has_no_tokens_is_an_error_with_a_remedy(tokenizer):
         ({"method": {"constraint": "frozen"}}, "`method` is {'constraint': 'frozen'}: give the name"),
         ({"loss_bound": "x"}, "`loss_bound` is 'x'"),
         ({"loss_bound": float("nan")}, "`loss_bound` is nan"),
+        ({"loss_bound": -1.0}, "`loss_bound` is -1.0: give a retain loss above 0"),
         ({"seed": "s"}, "`seed` is 's'"),
         ({"replay": 1}, "`replay` is 1"),
         ({"original": "x"}, "`original` is a str: give a copy of the model"),

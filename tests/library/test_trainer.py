@@ -369,6 +369,8 @@ def test_arguments_are_checked_when_the_callback_is_made():
         gripmoe.trainer_callback([])
     with pytest.raises(ValueError, match="is empty"):
         gripmoe.trainer_callback([{"input_ids": RETAIN[0].input_ids[:0]}])
+    with pytest.raises(AttributeError, match="the handle is there once training has begun"):
+        gripmoe.trainer_callback(RETAIN).handle  # noqa: B018
 
 
 # Draws rows at random wherever a margin is exceeded, which with a wide one is in every step.

@@ -146,6 +146,7 @@ def test_layers_are_moe_layers_or_all_decoder_layers():
         (lambda e: e.clamp(max=0), "a token's experts repeat"),
         (lambda e: e + 7, "not among the 8"),
         (lambda e: e[:, :-1], "the pass has 48"),
+        (lambda e: None, "`routed_experts` is a NoneType: give a tensor"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_a_value_error(model, batch, given, message):

@@ -127,6 +127,8 @@ def test_what_is_no_whole_model_is_not_saved(tmp_path, tokenizer):
     model = small_model(vocabulary_size=len(tokenizer))
     with pytest.raises(ValueError, match="`tokenizer` is None: give the tokenizer"):
         gripmoe.save_model(model, None, tmp_path / "model")
+    with pytest.raises(ValueError, match="`model` is a .*Tokenizer.*: give the transformers model"):
+        gripmoe.save_model(tokenizer, model, tmp_path / "model")
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"`model` is a PeftModel: .*`model.merge_and_unload\(\)`"):
         gripmoe.save_model(adapted, tokenizer, tmp_path / "model")

@@ -105,8 +105,10 @@ class ConstraintHandle:
 
     def check(self, retain_loss: Tensor | float) -> None:
         """Raises Diverged if `retain_loss`, a scalar, is above `loss_bound` or not finite in its mean over all
-        processes. Call it before the backward pass, so that after the error the weights are still those of the last
-        step."""
+        processes, and ValueError for more than one number. Call it before the backward pass, so that after the error
+        the weights are still those of the last step."""
+        if isinstance(retain_loss, Tensor) and retain_loss.numel() != 1:
+            raise ValueError(f"`retain_loss` has {retain_loss.numel()} numbers: give its mean")
         loss = _mean(retain_loss)
         self._checked = True
         if not (math.isfinite(loss) and loss <= self.loss_bound):

@@ -297,6 +297,8 @@ def checked_method(
     for name, value, kinds in numbers:
         if not isinstance(value, kinds) or value != value:
             raise ValueError(f"`{name}` is {value!r}: give {' or '.join(kind.__name__ for kind in kinds)}")
+    if loss_bound <= 0:
+        raise ValueError(f"`loss_bound` is {loss_bound!r}: give a retain loss above 0, which training may not exceed")
     if not isinstance(method, str | Method):
         raise ValueError(f"`method` is {method!r}: give the name of a method or a gripmoe.config.methods.Method")
     name = "this one"

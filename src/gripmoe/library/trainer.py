@@ -40,6 +40,10 @@ class ConstraintCallback(TrainerCallback):
 
     handle: ConstraintHandle
 
+    def __getattr__(self, name: str):
+        said = ": the handle is there once training has begun" if name == "handle" else ""
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}{said}")
+
     def __init__(self, retain: Data, settings: dict[str, Any]):
         self._retain, self._settings = _listed(retain), settings | {"forget": _listed(settings.get("forget", ()))}
         _check(self._retain, self._settings)

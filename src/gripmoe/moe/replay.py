@@ -117,7 +117,13 @@ def _with_routers(model: nn.Module) -> MoEModel:
 
 
 def _routes(moe: MoEModel, routed_experts: Tensor) -> Routes:
-    experts = torch.as_tensor(routed_experts)
+    try:
+        experts = torch.as_tensor(routed_experts)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(
+            f"`routed_experts` is a {type(routed_experts).__name__}: give a tensor, (rows, positions, layers, k), or a "
+            "function that returns one"
+        ) from None
     if experts.ndim not in (3, 4) or experts.is_floating_point():
         raise ValueError(
             f"routed_experts: {experts.dtype} of shape {tuple(experts.shape)}, not whole numbers of shape (rows, "

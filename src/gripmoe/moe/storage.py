@@ -59,7 +59,7 @@ def save_model(
     Raises ValueError for experts of an unknown family, for adapters that are not merged, and without a tokenizer.
     Raises ConfigError, a ValueError, if `folder` is a file or holds other things than a model, or if the disk is full;
     the old content stays."""
-    if unwrapped(model) is not model:
+    if not isinstance(model, torch.nn.Module) or unwrapped(model) is not model:
         raise ValueError(
             f"`model` is a {type(model).__name__}: give the transformers model (of PEFT, `model.merge_and_unload()`; "
             "of torch.compile, `model._orig_mod`)"
