@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from gripmoe.constraints.hooks import Diverged as Diverged
     from gripmoe.geometry.routing import SelectionRule as SelectionRule
     from gripmoe.library.constrain import constrain as constrain
+    from gripmoe.library.constrain import constrain_again as constrain_again
     from gripmoe.library.realign import realign as realign
     from gripmoe.library.realign import remember as remember
     from gripmoe.library.trainer import trainer_callback as trainer_callback
@@ -37,6 +38,7 @@ _HOMES = {
     "SelectionRule": "geometry.routing",
     "audit": "auditing.run",
     "constrain": "library.constrain",
+    "constrain_again": "library.constrain",
     "load_model": "moe.storage",
     "realign": "library.realign",
     "register_family": "moe.families",

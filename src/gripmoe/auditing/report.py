@@ -20,6 +20,7 @@ from gripmoe.auditing.charts import charts_of
 from gripmoe.auditing.plan import NOT_CHOSEN
 from gripmoe.auditing.verdict import COUNTED, Verdict, counted, interval_over_facts, judge
 from gripmoe.data.prompt_formats import LETTERS
+from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json, write_text
 from gripmoe.reporting.names import COLLAPSED
 from gripmoe.reporting.page import write_page
@@ -126,8 +127,7 @@ class AuditReport:
     def save(self, folder: Path | str) -> None:
         """Writes audit.json, measures.csv, attacks.csv, questions.csv and index.html, one page for a browser."""
         folder, answers = Path(folder), self.to_answers()
-        before = read_json(folder / "audit.json") if (folder / "audit.json").exists() else self.identity
-        if any(before.get(key) != self.identity.get(key) for key in ("models", "data")):
+        if _is_of_others(folder / "audit.json", self.identity):
             tqdm.write(f"{folder}: replaces the report on other models or questions", file=sys.stderr)
         frames = {"measures": self.to_frame(), "attacks": self.verdict.returned, "questions": answers}
         for name, frame in frames.items():
@@ -165,8 +165,9 @@ class AuditReport:
     def retained(self) -> str:
         """Retain accuracy before and after: the verdict is on forgetting alone."""
         before, after = (self.found[name].metrics["retain_accuracy"] for name in ("original", "unlearned"))
-        lost = ": little more than a guess, and a model that answers nothing has forgotten too" * (after <= COLLAPSED)
-        return f"retain accuracy is {after:.2f} ({before:.2f} in the original model){lost}"
+        lost = ", little more than a guess: the model may be destroyed, and then it seems to have forgotten too"
+        said = f"retain accuracy is {after:.2f} ({before:.2f} in the original model)"
+        return said + lost * (after <= COLLAPSED < before)
 
     @property
     def not_made(self) -> list[str]:
@@ -180,6 +181,17 @@ class AuditReport:
         summary = self.to_summary().to_html(index=False, float_format="{:.2f}".format, na_rep="", border=0)
         verdict = f"<p><b>{self.verdict.word}</b>: {escape(self.verdict.sentence)}</p>"
         return f"{verdict}<p><b>retained</b>: {escape(self.retained)}</p>{summary}"
+
+
+def _is_of_others(report: Path, identity: Mapping[str, Any]) -> bool:
+    """Whether the file is a report on other models or questions, or no report."""
+    if not report.exists():
+        return False
+    try:
+        before = dict(read_json(report))
+    except (ConfigError, TypeError, ValueError):
+        return True
+    return any(before.get(key) != identity.get(key) for key in ("models", "data"))
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import below_adapters
 
 CLOSED = (
-    "this handle is closed, so nothing is constrained any more: call `constrain` again, with the model's copy from "
-    "before training as `original` if the first original is to stay"
+    "this handle is closed, so nothing is constrained any more: `gripmoe.constrain_again(handle, model, optimizer)` "
+    "goes on from the first original, and `gripmoe.constrain` from the model as it is"
 )
 
 
@@ -44,9 +44,9 @@ class ConstraintHandle:
     it gives a closure where gradients are projected, or if a router is now that of another adapter; and Diverged if a
     router would not be finite. After such an error the routers are those before the step, and the passes of the step
     are forgotten; other weights may have changed. `step` warns of buffers of routers that have changed, such as biases
-    that balance the load, and `step` and `close` warn of routers that something else has written since the last step. A
-    closed handle raises RuntimeError where it is entered; and in training in marks and `penalty`, if its method needs
-    them.
+    that balance the load. `step` and `close` warn of routers that something else has written in place since the last
+    step. A closed handle raises RuntimeError where it is entered. In training, marks and `penalty` raise it too, if the
+    method needs them.
     """
 
     def __init__(
@@ -85,10 +85,10 @@ class ConstraintHandle:
         """Marks a forward pass of retain data. `rows`, bool of shape (rows,), selects the retain rows of a mixed batch.
         Several passes before one step count together, as in gradient accumulation.
 
-        If the method observes retain passes, raises RuntimeError unless the block has exactly one forward pass, and
-        under reentrant gradient checkpointing; ValueError for wrong `rows` or a pass without `input_ids`; KeyError for
-        a document that `constrain` did not get, if its original states are needed; Diverged if the penalty is not
-        finite in some process."""
+        If the method observes retain passes, raises RuntimeError unless the block has exactly one forward pass, under
+        reentrant gradient checkpointing, and in training with a closed handle; ValueError for wrong `rows` or a pass
+        without `input_ids`; KeyError for a document that `constrain` did not get, if its original states are needed;
+        Diverged if the penalty is not finite in some process."""
         return self._mark("retain", rows)
 
     def forget(self, rows: Tensor | None = None) -> AbstractContextManager[None]:
@@ -97,7 +97,8 @@ class ConstraintHandle:
 
     def penalty(self) -> Tensor | float:
         """The penalty to add to the loss for the passes marked since the last call: a scalar with its graph, or 0.0 if
-        the method has no penalty."""
+        the method has no penalty. Raises RuntimeError in training with a closed handle, if the method observes
+        passes."""
         self._require_open()
         penalty = sum(self._penalties, 0.0)
         self._penalties = []
@@ -170,7 +171,8 @@ class ConstraintHandle:
     def close(self) -> None:
         """Removes all hooks from model and optimizer, and undoes what `on_close` has registered, such as frozen routers
         of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
-        the constraint. May be called twice. Warns if routers got gradients, and the optimizer has never stepped."""
+        the constraint. May be called twice. Warns if routers got gradients and the optimizer has never stepped, or if
+        something else has written routers since its last step."""
         self._warn()
         self._close(settle=True)
 

@@ -20,7 +20,7 @@ class LoopWatch:
         self._versions = [buffer._version for _, buffer, _ in self._buffers]
         self._has_stepped = False
         self._first_gradients = self._gradients()
-        self._left: tuple[list[int], list[Tensor]] | None = None  # `_written` after the last step
+        self._left: tuple[list[int], list[Tensor]] | None = None  # writes and norms after the last step
 
     def skip(self) -> None:
         """The gradients that are there are not of this loop."""
@@ -38,7 +38,7 @@ class LoopWatch:
         self._warn_of_other_steps()
 
     def after_step(self) -> None:
-        self._left = self._written()
+        self._left = self._writes(), self._norms()
 
     def at_close(self) -> None:
         """Warns of routers that have changed since the last step; and if routers got gradients, and there was no step
@@ -56,20 +56,23 @@ class LoopWatch:
         gradients = [parameter.grad for parameter in self._model.router_parameters()]
         return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
 
-    def _written(self) -> tuple[list[int], list[Tensor]]:
-        """How often each router was written to, and its norm. The numbers of writes ask no GPU."""
-        thetas = [self._model.theta(layer).detach() for layer in self._model.layers]
-        return [theta_Ed._version for theta_Ed in thetas], list(torch._foreach_norm(thetas))
+    def _writes(self) -> list[int]:
+        """How often each router was written to in place."""
+        return [self._model.theta(layer)._version for layer in self._model.layers]
+
+    def _norms(self) -> list[Tensor]:
+        return list(torch._foreach_norm([self._model.theta(layer).detach() for layer in self._model.layers]))
 
     def _warn_of_other_steps(self) -> None:
-        if self._left is None or (now := self._written())[0] == self._left[0]:
+        if self._left is None or self._writes() == self._left[0]:  # which asks no GPU
             return
-        pairs = zip(self._model.layers, self._left[1], now[1], strict=True)
+        pairs = zip(self._model.layers, self._left[1], self._norms(), strict=True)
         if layers := [layer for layer, before, norm in pairs if not torch.equal(before, norm)]:
             warnings.warn(
                 f"the routers of layers {layers} have changed since the last step of the optimizer that `constrain` "
-                "was given, and no constraint held: close the handle and call `constrain` with the optimizer that "
-                "trains them; with `original=` the first original stays",
+                "was given, and no constraint held. If another optimizer trains them: "
+                "`gripmoe.constrain_again(handle, model, optimizer)`; if you have loaded weights: "
+                "`handle.load_state_dict` with the state that was saved with them",
                 stacklevel=5,
             )
 

@@ -234,7 +234,7 @@ def randomized_kaczmarz(
     tolerance: float = 1e-4,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Algorithm 1, phase 2, to the letter: rows drawn with probability ||x_i||^2, a violated one projected onto its
+    """Algorithm 1, phase 2: rows drawn with probability ||x_i||^2, a violated one projected onto its
     hyperplane along the raw x_i. Router rows whose violation is below `tolerance` are left alone (App. D, stochastic
     fallback).
 

@@ -128,8 +128,8 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
 def warn_if_nothing_moves(method: Method, constraint: RouterConstraint, moe: MoEModel) -> None:
     if method.constraint == "null_space" and not any(each.requires_grad for each in moe.router_parameters()):
         warnings.warn(
-            'no router trains (`requires_grad` is False), so this is method="frozen_router": call '
-            "`requires_grad_(True)` on the routers before",
+            'no router trains (`requires_grad` is False), so this acts as method="frozen_router": call '
+            "`requires_grad_(True)` on the routers before `constrain`",
             stacklevel=3,
         )
     if isinstance(constraint, NullSpace) and all(

@@ -155,7 +155,7 @@ def constrain(
 
 
 def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch.optim.Optimizer) -> ConstraintHandle:
-    """Closes `handle` and returns a new handle of its constraint, for the same model and another optimizer. The
+    """Closes `handle` and returns a new handle of its constraint, for the same model and another optimizer (ours). The
     original model is still the one that `constrain` saw. Raises ValueError for another model, and for the optimizer as
     `constrain` does."""
     if unwrapped(model) is not handle.model.model:

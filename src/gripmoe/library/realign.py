@@ -81,8 +81,8 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
     layer by layer, and chooses the ridge on every fourth document (on every fourth token of fewer than four documents).
 
     Raises ValueError for an unknown form or family, a dense model, a model that an open handle holds, or an `original`
-    that differs in layers, shapes, tokens or their number, or holds values that are not finite, and for a model whose
-    hidden states are not. Routers in bf16 are in
+    that differs in layers, shapes, tokens or their number, or holds values that are not finite. Raises ValueError also
+    for a model whose hidden states are not finite. Routers in bf16 are in
     fp32 afterwards. After an error all routers are unchanged.
     """
     if form not in ("sound", "paper"):
@@ -107,7 +107,7 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
 def _check_finite(moe: MoEModel, batch: Batch) -> None:
     with moe.evaluating():
         hidden = moe.model.model(**batch.inputs).last_hidden_state
-    if not hidden[batch.attention_mask.bool()].isfinite().all():
+    if not hidden[batch.attention_mask.to(hidden.device).bool()].isfinite().all():
         raise ValueError("hidden states of this model are not finite: realign weights from before it diverged")
 
 

@@ -141,7 +141,8 @@ def trainer_callback(retain: Data, **settings: Any) -> ConstraintCallback:
     Warns if a TRL trainer adds the load-balancing loss, and if the callback has to read the best model's experts again.
     Raises ValueError or KeyError for a wrong argument, TypeError for an unknown one. The trainer raises ValueError for
     a model of an unknown family. `train` raises what `constrain` and the handle raise, and ValueError if the checkpoint
-    to resume from was saved without this callback, or belongs to another model, method or documents."""
+    to resume from was saved without this callback, or belongs to another model, method or documents. Before training,
+    `handle` raises AttributeError."""
     return ConstraintCallback(retain, settings)
 
 

@@ -26,7 +26,7 @@ class RelearningAdversary:
     `rate` against the sign of its gradient, as AdamW's first step does; so the adversary keeps no optimizer state
     (ours). Raises ValueError without parameters, or for a `rate` that is not positive. `weights` raises RuntimeError
     before the first `restart`, `restart` within `weights`, and `relearn` outside `weights` or under reentrant gradient
-    checkpointing."""
+    checkpointing. `relearn` raises Diverged for a loss that is not finite."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], rate: float):
         self._parameters = list(parameters) if isinstance(parameters, Iterable) else []
@@ -81,8 +81,8 @@ class RelearningAdversary:
         loss = loss_of()
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ValueError(f"`loss_of` returns {type(loss).__name__}: let it return the loss, a tensor of one number")
-        if not loss.isfinite():
-            raise Diverged(f"the loss is {loss.item()}, of which nothing is learned: take an earlier checkpoint")
+        if not math.isfinite(mean := distributed.average(float(loss.detach()))):  # all processes stop together
+            raise Diverged(f"the loss is {mean}, of which nothing is learned: take an earlier checkpoint")
         kept = [(tensor, tensor.grad) for tensor in {*self._parameters, *_leaves(loss)}]
         try:
             for tensor, _ in kept:
