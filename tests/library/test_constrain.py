@@ -191,6 +191,25 @@ def test_only_sound_null_spaces_warn_of_decay(method):
     assert said == ([__file__] if method == "full_null_space" else [])
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_another_optimizer_goes_on_from_the_first_original(again):
+    """The control: a second `constrain` keeps the routing that the model has by then."""
+    model = small_model()
+    trace = MoEModel(model).trace(RETAIN)
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN) as first:
+        train(model, optimizer, first)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.add_(torch.randn_like(layer.mlp.gate.weight), alpha=0.3)
+    assert router_only_stability(trace, model) < 0.9
+    optimizer = adamw(model)
+    second = gripmoe.constrain_again(first, model, optimizer) if again else gripmoe.constrain(model, optimizer, RETAIN)
+    with second:
+        train(model, optimizer, second)
+    assert (router_only_stability(trace, model) == 1.0) == again
+
+
 @pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "frozen_router"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_routers_that_do_not_train_are_warned_of_under_method_a(trains, method):
