@@ -92,7 +92,7 @@ WORLDS = {
 }
 OF_ATTACKS = {"attack_quality": attack_quality, "erasure_goals": goals_table}  # tables without a specification
 ITEMS = ("histories", "answers", "attacks")
-OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_replication"), ("tiny", "tiny_all")
+OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_matched", "record_replication"), ("tiny", "tiny_all")
 OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
 COMPARED_WITH = {("tiny_a", "wmdp_tiny")}  # what worlds of further tables list only to compare with
 OF_MARKS = {"reached", "diverged", "corrected_after", "steps", "setting_max_steps", "num_experts", "top_k"} | {
