@@ -61,7 +61,8 @@ class LoopWatch:
         return [self._model.theta(layer)._version for layer in self._model.layers]
 
     def _norms(self) -> list[Tensor]:
-        return list(torch._foreach_norm([self._model.theta(layer).detach() for layer in self._model.layers]))
+        thetas = [self._model.theta(layer).detach() for layer in self._model.layers]
+        return list(torch._foreach_norm(thetas)) if thetas else []  # a dense model has none
 
     def _warn_of_other_steps(self) -> None:
         if self._left is None or self._writes() == self._left[0]:  # which asks no GPU
