@@ -234,8 +234,8 @@ def randomized_kaczmarz(
     tolerance: float = 1e-4,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Algorithm 1, phase 2: rows drawn with probability ||x_i||^2, a violated one projected onto its
-    hyperplane along the raw x_i. Router rows whose violation is below `tolerance` are left alone (App. D, stochastic
+    """Algorithm 1, phase 2: rows drawn with probability ||x_i||^2, a violated one projected onto its hyperplane along
+    the raw x_i. Router rows whose violation is below `tolerance` are left alone (App. D, stochastic
     fallback).
 
     The result is *some* nearly feasible point, breaks the equalities of Stage 1 again (x_i is not orthogonal to the
