@@ -10,9 +10,9 @@ import torch
 from conftest import small_model
 from gripmoe.attacks import relearning, routers
 from gripmoe.attacks.base import Found, QuestionSetting, by_item, highest
+from gripmoe.attacks.identity import codes_of
 from gripmoe.attacks.run import attacks_on, run_attacks
 from gripmoe.auditing.inputs import OWN
-from gripmoe.cli.attack import codes_of
 from gripmoe.config.project import Project
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import sys
+from functools import wraps
 from math import nan
 from pathlib import Path
 
@@ -200,25 +201,33 @@ def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
     assert len(shuffled) and (shuffled.correct == (shuffled.given == shuffled.answer)).all()
 
 
-def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files, tmp_path, monkeypatch):
-    made, table = [], dict(auditing.OF_LETTERS)
+def noted(names, monkeypatch, broken=()):
+    """A list to which each measurement of these adds its name, before it fails if it is `broken`."""
+    made = []
 
-    def noting(name):
-        def measure(setting):
+    def noting(name, measure):
+        @wraps(measure)
+        def noted(*given, **named):
             made.append(name)
-            if name == broken:
+            if name in broken:
                 raise KeyboardInterrupt
-            return table[name](setting)
+            return measure(*given, **named)
 
-        return measure
+        return noted
 
-    for name in ATTACKS["forcing"] + ATTACKS["quantisation"]:
-        monkeypatch.setitem(auditing.OF_LETTERS, name, noting(name))
-    broken, given = "quantisation", dict(**files, attacks=QUICK, output=tmp_path / "audit")
+    for name in names:
+        monkeypatch.setitem(auditing.MEASURES, name, noting(name, auditing.MEASURES[name]))
+    return made
+
+
+def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files, tmp_path, monkeypatch):
+    broken = {"quantisation"}
+    made = noted([*ATTACKS["forcing"], *ATTACKS["quantisation"]], monkeypatch, broken)
+    given = dict(**files, attacks=QUICK, output=tmp_path / "audit")
     with pytest.raises(KeyboardInterrupt):
         gripmoe.audit(pair / "original", pair / "unlearned", **given)
     assert made == ["expert forcing", "quantisation"]
-    broken = ""
+    broken.clear()
     spelled_otherwise = given | {"forget": os.path.relpath(files["forget"])}
     report = gripmoe.audit(pair / "original", pair / "unlearned", **spelled_otherwise)
     assert made == ["expert forcing", "quantisation", "quantisation"]
@@ -237,11 +246,7 @@ def test_weights_of_another_dtype_are_refused_where_the_configuration_names_none
 
 
 def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, tmp_path, monkeypatch, capsys):
-    made, table = [], dict(auditing.OF_LETTERS)
-    for name in (*ATTACKS["forcing"], "relearning from retain documents"):
-        monkeypatch.setitem(
-            auditing.OF_LETTERS, name, lambda setting, name=name: made.append(name) or table[name](setting)
-        )
+    made = noted([*ATTACKS["forcing"], "relearning from retain documents"], monkeypatch)
     given = dict(**files, attacks=["forcing", "relearning"], output=tmp_path / "audit")
     two = (pair / "original", pair / "unlearned")
     gripmoe.audit(*two, **given, relearning={"steps": [1]})
@@ -251,6 +256,30 @@ def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, 
     assert "unlearned_relearning.json: of other models, data, settings or code" in capsys.readouterr().out
     gripmoe.audit(*two, **given, relearning={"steps": [1, 2]}, retrained=pair / "retrained")
     assert made[3:] == ["expert forcing", "relearning from retain documents"], "of the retrained model alone"
+
+
+def test_texts_that_are_added_keep_what_does_not_read_them(pair, files, tmp_path, monkeypatch):
+    """The control: other questions."""
+    names = ["accuracy", "changes", "routing", *ATTACKS["forcing"], *ATTACKS["quantisation"]]
+    made = noted(names, monkeypatch)
+    two, given = (pair / "original", pair / "unlearned"), dict(**files, attacks=QUICK, output=tmp_path / "audit")
+    gripmoe.audit(*two, **{name: value for name, value in given.items() if name != "retain_text"})
+    assert made == ["accuracy", *names], "the original model is asked too"
+    gripmoe.audit(*two, **given)
+    assert made[len(names) + 1 :] == ["routing"]
+    (tmp_path / "fewer.jsonl").write_text("".join(files["forget"].read_text().splitlines(keepends=True)[1:]))
+    gripmoe.audit(*two, **given | {"forget": tmp_path / "fewer.jsonl"})
+    assert made[len(names) + 2 :] == ["accuracy", *names]
+
+
+def test_a_budget_is_for_a_measurement_of_both_models(pair, files, monkeypatch):
+    """Or an attack on the unlearned model would have no control. Each measurement takes a thousand minutes."""
+    monkeypatch.setattr(auditing, "_seconds", lambda moe, tokenizer, questions: 60_000.0 * len(questions))
+    monkeypatch.setattr(auditing, "prompts_of", lambda name, sizes: 1.0)
+    given = dict(**files, attacks=["quantisation"], retrained=pair / "retrained")
+    for budget, made in ((1500, False), (2500, True)):
+        report = gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=budget)
+        assert [("quantized_4_bit" in report.found[name].metrics) for name in ("unlearned", "retrained")] == [made] * 2
 
 
 def test_a_budget_leaves_out_what_would_exceed_it(pair, files, tmp_path):
@@ -451,6 +480,12 @@ def test_an_unlearned_model_with_the_original_weights_is_told(pair, files, capsy
     assert said in capsys.readouterr().out
     gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=[])
     assert said not in capsys.readouterr().out
+
+
+def test_a_file_is_no_name_of_a_benchmark(pair, files, capsys):
+    line = ["audit", "--original", pair / "original", "--unlearned", pair / "unlearned", "--forget", files["forget"]]
+    assert main([*map(str, line), "--output", "audit"]) == 2
+    assert "takes a benchmark's name; give a file of questions by --questions" in capsys.readouterr().err
 
 
 def test_names_that_are_not_there_are_refused(pair, files):

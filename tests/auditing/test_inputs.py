@@ -141,6 +141,16 @@ def test_a_question_that_stands_twice_is_about_one_fact(asked):
     assert len(twice) == 2 * len(once) and {row["fact"] for row in twice} == {row["fact"] for row in once}
 
 
+def test_a_question_that_stands_twice_has_one_fact(asked):
+    """Or one of its copies may be solved in the prompt of the other. The control: both name the same fact."""
+    named = [row | {"id": f"again {n}", "fact": f"fact {n}"} for n, row in enumerate(asked.forget)]
+    first = [{key: value for key, value in row.items() if key != "fact"} for row in asked.forget]
+    with pytest.raises(ConfigError, match="stands twice, about fact .* give both the same `fact`"):
+        own([*first, *named], asked.retain)
+    both = [row | {"id": f"first {n}", "fact": f"fact {n}"} for n, row in enumerate(asked.forget)]
+    assert len(rows_of(own([*both, *named], asked.retain))) == 2 * len(named)
+
+
 def test_a_question_has_one_right_answer(asked):
     """The control is above: it may stand twice with its choices in another order."""
     other = [row | {"answer": (row["answer"] + 1) % 4} for row in asked.forget]

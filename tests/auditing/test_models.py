@@ -14,6 +14,7 @@ from gripmoe.attacks.restoration import changes
 from gripmoe.auditing import models
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_json, write_json
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import FAMILIES
 from gripmoe.moe.storage import save_model, with_pad_token
@@ -94,6 +95,10 @@ def test_broken_folders_are_refused(copy, capsys, pair, files, tmp_path):
     refused(copy, "model.safetensors: cannot be read", capsys, pair, files, tmp_path)
     weights.unlink()
     refused(copy, "no model can be read from here", capsys, pair, files, tmp_path)
+    config = read_json(copy / "config.json")
+    for wrong in ({"num_hidden_layers": "x"}, {"hidden_size": -1}, {"num_attention_heads": 0}, {"dtype": "float99"}):
+        write_json(copy / "config.json", config | wrong)
+        refused(copy, "config.json describes no model that transformers knows", capsys, pair, files, tmp_path)
     (copy / "config.json").unlink()
     refused(copy, "config.json is missing", capsys, pair, files, tmp_path)
     refused(tmp_path / "none", "neither a folder nor a model that the hub gives", capsys, pair, files, tmp_path)

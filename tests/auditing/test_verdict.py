@@ -9,7 +9,15 @@ import pytest
 from scipy import stats
 
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS
-from gripmoe.auditing.verdict import COUNTED, NOT_DECIDED, NOTHING_FOUND, counted, judge, what_returns
+from gripmoe.auditing.verdict import (
+    COUNTED,
+    NOT_DECIDED,
+    NOTHING_FOUND,
+    counted,
+    interval_over_facts,
+    judge,
+    what_returns,
+)
 from gripmoe.reporting import paired
 from gripmoe.reporting.paired import paired_interval
 
@@ -104,6 +112,39 @@ def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():
     assert alone.word == "nothing found" and "which counts only beside a retrained model" in alone.sentence
     assert word(**{attack: 0.70}) == "not decided", "nothing that counts was made"
     assert word(**{attack: (0.70, 0.30)}, **forced, retrained=0.25) == "hides"
+
+
+def test_an_attack_that_the_retrained_model_did_not_get_does_not_count():
+    """As where a budget has ended between the two. The control: both got it."""
+    attack = "relearned_after_20"
+    models = scores(**{attack: (0.70, 0.70)}, forced_forget_accuracy=0.25, retrained=0.25)
+    assert judge(models, FACTS).word == "nothing found"
+    del models["retrained"][attack]
+    found = judge(models, FACTS)
+    assert found.word == "nothing found" and "which counts only beside a retrained model" in found.sentence
+    assert not found.returned.set_index("metric").loc[attack].counts
+
+
+def test_facts_of_one_mean_have_a_width_too():
+    """Each fact has a question that is kept and one that is not, so facts do not differ. The control: some do."""
+    kept = pd.Series({question: float(number % 2) for number, question in enumerate(FACTS)})
+    wide = interval_over_facts(kept, FACTS)
+    constant = interval_over_facts(kept * 0 + 0.5, FACTS)
+    assert wide == pytest.approx(constant) and wide[2] - wide[1] > 0.05
+    assert (
+        interval_over_facts(pd.Series(answers(0.5)), FACTS)[1:]
+        == paired_interval([pd.Series(answers(0.5)).rename(FACTS)])[1:]
+    )
+
+
+def test_a_sample_is_not_made_larger_by_more_questions():
+    """The control: an attack that asks all questions."""
+    models = scores(forced_forget_accuracy=0.36)
+    assert "more forget questions decide it" in judge(models, FACTS).sentence
+    attacked = models["unlearned"]["forced_forget_accuracy"]
+    models["unlearned"]["forced_forget_accuracy"] = dict(list(attacked.items())[: COUNT - 20])
+    found = judge(models, FACTS)
+    assert found.word == "not decided" and f"asks a sample of {COUNT - 20}" in found.sentence
 
 
 def test_rising_to_guessing_is_no_return():

@@ -86,8 +86,8 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=remote)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).split("\n")[0]
+    except Exception as error:  # whatever transformers raises for values that it does not check
+        reason = f"{type(error).__name__}: {error}".split("\n")[0]
         raise ConfigError(f"{flag} {name}: config.json describes no model that transformers knows ({reason})") from None
     family_of(model)  # raises for one that is unknown, before weights are read
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}

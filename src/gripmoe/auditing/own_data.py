@@ -66,9 +66,13 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
             raise ConfigError(
                 f"{where}: split {split!r} is neither 'dev' nor 'test'; give one of them, or leave it out"
             )
-        exposure = row.get("exposure", "unseen_subject")
+        exposure = str(row.get("exposure", "unseen_subject"))
         fact = str(row.get("fact", facts.get(asked(row), question_id)))
-        facts.setdefault(asked(row), fact)
+        if facts.setdefault(asked(row), fact) != fact:
+            raise ConfigError(
+                f"{where}: question {row['question'][:40]!r} stands twice, about fact {facts[asked(row)]!r} and about "
+                f"fact {fact!r}; give both the same `fact`"
+            )
         split = split or splits.get(fact) or dev_or_test(str(row.get("fact", row["question"])))
         if splits.setdefault(fact, split) != split:
             raise ConfigError(
@@ -82,7 +86,7 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
                 "answer": _index(row["answer"]),
                 "subject": str(row.get("subject", SUBJECT)),
                 "fact": fact,
-                "wording": row.get("wording", "seen"),
+                "wording": str(row.get("wording", "seen")),
                 "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
                 "split": split,
             }

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from gripmoe.attacks import restoration
 from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting
+from gripmoe.attacks.identity import identities_of, with_texts
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, stored
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import Inputs, named, named_row, own
@@ -186,36 +187,40 @@ def _measured(
         "code": code_fingerprint("gripmoe.auditing.run:audit"),
         "models": digests,
         "configurations": {name: models.computing(moe.model.config) for name, moe in moes.items()},
-        "data": hashlib.sha256(json.dumps(inputs.files, sort_keys=True).encode()).hexdigest(),
+        "data": _digest(inputs.files),
         "benchmark": inputs.benchmark.model_dump(mode="json"),
         "relearning": inputs.relearning.model_dump(mode="json"),
         "tokenizer": models.tokenizer_digest(tokenizer),
     }
-    asked = {(model, name): _state(folder, model, name, identity) for model, name in turns}
-    known = {turn for turn, (state, own) in asked.items() if stored(state, {turn[1]: own})}
+    depends = {model: _identities(inputs, identity, listed, model) for model in moes}
+    states = {(model, name): folder / f"{model}{'_relearning' * _relearns(name)}.json" for model, name in turns}
+    known = {(of, name) for (of, name), state in states.items() if stored(state, {name: depends[of][name]})}
     if left := [turn for turn in turns if turn not in known]:
         limit = "" if budget is None else f"; the budget is {budget:g} minutes"
         tqdm.write("\n".join(told(left, seconds, absent)) + f", by the time of the first batch{limit}")
     found: dict[str, list[Found]] = {name: [] for name in moes}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    within: dict[str, bool] = {"accuracy": True}  # by measurement, whether the budget allows it for all models
     for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
-        spent, (state, own) = (time.monotonic() - started) / 60, asked[model, name]
-        is_known = (model, name) in known
+        state, is_known = states[model, name], (model, name) in known
         if not is_known and state.exists() and name in read_json(state):
             tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
-        exceeds = budget is not None and spent + seconds[name] / 60 > budget
-        if exceeds and name != "accuracy" and not is_known:
+        if budget is not None and name not in within:
+            spent = time.monotonic() - started
+            takes = seconds[name] * sum(turn[1] == name for turn in left)
+            within[name] = spent + takes <= 60 * budget
+        if not is_known and not within.get(name, True):
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
         given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
         setting = QuestionSetting(*given, partial(load_answers, answers))
-        measures = OF_LETTERS | FURTHER_OF_LETTERS | OF_MODELS | {"accuracy": partial(accuracy, answers=answers)}
+        measures = MEASURES | {"accuracy": partial(MEASURES["accuracy"], answers=answers)}
         # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
-            found[model].append(made_once(name, measures[name], setting, state, own))
+            found[model].append(made_once(name, measures[name], setting, state, depends[model][name]))
         if not found[model][-1].metrics:
             absent[label] = "does not apply to these data"
     return AuditReport(
@@ -227,16 +232,28 @@ def _measured(
     )
 
 
-def _state(folder: Path, model: str, measure: str, identity: Mapping[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The file that keeps a measurement, and the part of `identity` that the measurement depends on: of the models the
-    original and its own, and the settings of relearning if it relearns; of questions their content, not their file."""
-    relearns = measure in ATTACKS["relearning"]
-    asked = {key: value for key, value in identity.items() if relearns or key != "relearning"}
-    asked |= {key: {n: identity[key][n] for n in {"original", model}} for key in ("models", "configurations")}
-    settings = identity["benchmark"]["data"].items()
-    data = {key: value for key, value in settings if key not in ("forget_questions", "retain_questions")}
-    asked["benchmark"] = identity["benchmark"] | {"data": data}
-    return folder / f"{model}{'_relearning' * relearns}.json", asked
+def _relearns(name: str) -> bool:
+    return name in ATTACKS["relearning"]
+
+
+def _identities(
+    inputs: Inputs, identity: Mapping[str, Any], listed: Sequence[str], model: str
+) -> dict[str, dict[str, Any]]:
+    """By measurement of a model, the part of `identity` that it depends on: of the models the original and its own, of
+    questions and texts those that it reads."""
+    files = {name: _digest(rows) for name, rows in inputs.files.items()}
+    of_two = {key: {n: identity[key][n] for n in {"original", model}} for key in ("models", "configurations")}
+    others = dict(of_two, tokenizer=identity["tokenizer"], loading=code_fingerprint("gripmoe.auditing.models:load"))
+    measures = {name: MEASURES[name] for name in listed}
+    found = identities_of(measures, inputs.benchmark, files, inputs.relearning, **others)
+    for name in READ.keys() & found.keys():
+        found[name]["files"] = with_texts(files, READ[name])
+    found["accuracy"]["few_shot_questions"] = inputs.benchmark.few_shot_questions
+    return found
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @contextmanager
@@ -278,7 +295,9 @@ def routing(setting: QuestionSetting) -> Found:
         return Found(routing_metrics(setting.benchmark, setting.before, setting.after, setting.tokenizer, setting.data))
 
 
-OF_MODELS = {"changes": changes, "routing": routing}
+MEASURES = OF_LETTERS | FURTHER_OF_LETTERS | {"accuracy": accuracy, "changes": changes, "routing": routing}
+# The texts that measurements which are no attacks read beside the questions.
+READ = {"accuracy": ("truthfulqa",), "changes": (), "routing": ("forget_corpus", "held_out_corpus")}
 
 
 def _seconds(moe: MoEModel, tokenizer, questions: Sequence[dict]) -> float:

@@ -78,13 +78,16 @@ def judge(
         more = f"; {rest} more than {margin:.2f}" * (len(hiding) > 1)
         return Verdict(HIDES, f"{_returns(_most(hiding))} {of_lost}{more}", returned)
     if most.returned > margin:
-        return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: more forget questions decide it{absent}", returned)
+        asked = f"this attack asks a sample of {most.questions}, whose chance is too large to decide it"
+        wanted = asked if most.questions < len(own) else "more forget questions decide it"
+        return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: {wanted}{absent}", returned)
     at_most = max(counting.high.max(), 0)
     shown = f"no interval of the {len(counting)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} "
     shown += f"lost, and the largest upper end is {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
         found = _returns(_most(taught))
-        shown += f". {found[0].upper()}{found[1:]}, which counts only beside a retrained model: it may gain as much"
+        shown += f". {found[0].upper()}{found[1:]}, which counts only beside a retrained model under the same attack: "
+        shown += "it may gain as much"
     return Verdict(NOTHING_FOUND, shown + absent, returned)
 
 
@@ -112,7 +115,8 @@ def what_returns(
 ) -> pd.DataFrame:
     """A row per attack that was made: forget accuracy under it (`accuracy`); and `returned`, what it adds to the
     accuracy without it (or to guessing, if that is more) minus what it adds in its control, with `low` and `high`,
-    which hold jointly at 95 %. `counts` is False if only a retrained model could be the control, and there is none."""
+    which hold jointly at 95 %. `counts` is False if only a retrained model could be the control and there is none, or
+    if there is one that was not measured under this attack."""
     unlearned, retrained = scores["unlearned"], scores.get("retrained", {})
     made = counted(unlearned)
     rows = []
@@ -121,8 +125,8 @@ def what_returns(
         against, counts = None, True
         if retrained.get(metric):
             against, control = _gain(retrained, metric), "retrained"
-        elif control == "retrained":
-            counts = False
+        elif control == "retrained" or "retrained" in scores:  # not measured under this attack
+            counts, control = False, "retrained"
         elif control != "chance" and unlearned.get(control):
             against = _gain(unlearned, control)
         if against is not None and against.mean() > 0:
@@ -159,11 +163,12 @@ def _series(scores: Mapping[str, float]) -> pd.Series:
 
 
 def interval_over_facts(values: pd.Series, facts: Mapping[str, str], level: float = 0.95) -> tuple[float, float, float]:
-    """As `paired_interval`, of values by question. If all are equal, what none of the facts has shown may still have
-    some probability: the interval is as wide as the exact bound of Clopper and Pearson."""
+    """As `paired_interval`, of values by question. If all facts have one mean, what none of them has shown may still
+    have some probability: the interval is as wide as the exact bound of Clopper and Pearson."""
     of_facts = values.rename(facts)
     mean, low, high = paired_interval([of_facts], level=level)
-    if values.max() - values.min() < 1e-9:
+    of_each = of_facts.groupby(level=0).mean()
+    if of_each.max() - of_each.min() < 1e-9:
         unseen = 1 - ((1 - level) / 2) ** (1 / of_facts.index.nunique())
         low, high = mean - unseen, mean + unseen
     return mean, low, high

@@ -51,6 +51,8 @@ def audit(
     """
     if (forget and questions) or not (forget or questions or plan_only):
         raise ConfigError("--forget, --questions: give one of them, a benchmark's name or a file of questions")
+    if forget and (Path(forget).suffix or Path(forget).is_file()):
+        raise ConfigError(f"--forget {forget}: this takes a benchmark's name; give a file of questions by --questions")
     texts = forget_text, retain_text, holdout_text
     if forget and (retain_questions or any(texts)):
         raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the files out")
