@@ -347,6 +347,17 @@ def test_a_closed_handle_says_so_where_it_would_constrain(method):
         assert handle.penalty() == 0.0
 
 
+def test_writes_to_data_are_told_of_at_the_end():
+    """Optimizers of other libraries write so, and torch counts no such write."""
+    model = small_model()
+    optimizer = adamw(model)
+    with pytest.warns(UserWarning, match=r"routers of layers \[1\] have changed since the last step"):
+        with gripmoe.constrain(model, optimizer, RETAIN) as handle:
+            step_of(model, optimizer, handle, RETAIN[0])
+            optimizer.step()
+            model.model.layers[1].mlp.gate.weight.data.add_(0.1)
+
+
 @pytest.mark.parametrize("writes", ["another optimizer", "a hand", "nobody", "an evaluation"])
 def test_routers_that_something_else_has_written_are_told_of(writes):
     """Also when the handle closes. What restores them is not told of."""
@@ -538,6 +549,18 @@ def test_mistakes():
             model.train()(inputs_embeds=model.model.embed_tokens(RETAIN[0].input_ids))
     with pytest.raises(ValueError, match="unknown form 'best'"):
         gripmoe.realign(model, gripmoe.remember(model, RETAIN), form="best")
+
+
+def test_a_marked_pass_may_be_of_the_decoder_alone():
+    """With tokens by position, as RMU's code calls it."""
+    model = small_model()
+    with gripmoe.constrain(model, adamw(model), RETAIN, method="anchored") as handle:
+        with handle.retain():
+            model.model(RETAIN[0].input_ids, attention_mask=RETAIN[0].attention_mask)
+        by_position = handle.penalty()
+        with handle.retain():
+            model.model(**RETAIN[0].inputs)
+        assert torch.equal(by_position, handle.penalty())
 
 
 def left_padded(batch):

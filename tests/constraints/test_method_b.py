@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from statistics import fmean
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gripmoe.config.methods import method_table
 from gripmoe.constraints import realignment as method_b
 from gripmoe.constraints.null_space import feasible_router
 from gripmoe.constraints.realignment import METHOD_A, kaczmarz_report, realign_routers
+from gripmoe.data.documents import Batch
 from gripmoe.geometry.realignment import realign_sound
 from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, stability_by_layer
 from gripmoe.library.realign import Original
@@ -53,11 +55,13 @@ def test_realigning_raises_held_out_stability():
     assert list(report) == original.layers
 
 
-@pytest.mark.parametrize("rows, wanted", [(5, [0, 1, 2, 3, 4]), (3, None)])
-def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
-    """Padding and first tokens aside; fewer than four documents are split by tokens."""
-    original, batch = MoEModel(small_model()), random_batch(rows=rows, seed=7)
-    trace, given = original.trace([batch]), []
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("rows", [5, 3])
+def test_tokens_carry_the_numbers_of_their_documents(rows, copies, monkeypatch):
+    """Padding and first tokens aside; copies have one number. Fewer than four documents are split by places."""
+    batch = repeated(random_batch(rows=rows, seed=7), copies)
+    original, given = MoEModel(small_model()), []
+    trace = original.trace([batch])
 
     def spy(*tokens, documents_N, **options):
         given.append((documents_N, len(tokens[2])))
@@ -65,10 +69,32 @@ def test_tokens_carry_the_numbers_of_their_documents(rows, wanted, monkeypatch):
 
     monkeypatch.setattr(method_b, "realign_sound", spy)
     realign_routers(unlearned(), original.thetas(), trace, batch)
+    lengths = batch.attention_mask.sum(dim=1).tolist()
     for documents_N, tokens in given:
-        assert (documents_N is None) == (wanted is None)
-        if wanted:
-            assert len(documents_N) == tokens and documents_N.unique().tolist() == wanted
+        places = [list(range(length - 1)) for length in lengths]
+        numbers = [[row % rows] * (length - 1) for row, length in enumerate(lengths)]
+        assert documents_N.tolist() == sum(numbers if rows >= 4 else places, []) and len(documents_N) == tokens
+
+
+def repeated(batch, copies):
+    """The batch with each document so many times."""
+    columns = (torch.cat([column] * copies) for column in (batch.input_ids, batch.attention_mask, batch.labels))
+    return Batch(batch.row_ids * copies, *columns)
+
+
+@pytest.mark.parametrize("rows", [9, 2])
+def test_copies_of_a_document_do_not_check_a_fit_to_it(rows, monkeypatch):
+    """Of many copies the held-out stability is that of one. The control: with a number for each row it is higher."""
+
+    def held_out(copies):
+        batch, original = repeated(random_batch(rows=rows, seed=7), copies), MoEModel(small_model())
+        found = realign_routers(unlearned(amount=1.0), original.thetas(), original.trace([batch]), batch)
+        return fmean(result.held_out_stability for result in found.values())
+
+    once, often = held_out(1), held_out(5)
+    assert often == pytest.approx(once, abs=0.01)
+    monkeypatch.setattr(method_b, "_documents", lambda batch, keep: torch.arange(int(keep.sum())))
+    assert held_out(5) > once + 0.03
 
 
 def test_documents_without_a_token_that_counts_are_no_documents():

@@ -94,16 +94,19 @@ def test_an_original_of_another_kind_is_refused():
 
 
 def test_an_original_of_the_same_shape_that_is_another_model_is_refused():
-    """A copy of a model that has trained since is none."""
-    model = small_model()
-    with pytest.raises(ValueError, match="`original` is another model: its routers differ"):
+    """Or that the model has left. A copy in another precision is none of these."""
+    model, refused = small_model(), "`original` has other routers than `model`"
+    with pytest.raises(ValueError, match=refused):
         gripmoe.constrain(model, adamw(model), RETAIN, method="anchored", original=small_model(seed=1))
     original, optimizer = copy.deepcopy(model), adamw(model, lr=1e-2)
+    in_bf16 = copy.deepcopy(model).bfloat16()
+    gripmoe.constrain(model, optimizer, RETAIN, method="anchored", original=in_bf16).close()
     for _ in range(3):
         model(**FORGET[0].inputs, labels=FORGET[0].input_ids).loss.backward()
         optimizer.step()
-    assert not torch.equal(MoEModel(model).theta(0), MoEModel(original).theta(0))
-    gripmoe.constrain(model, optimizer, RETAIN, method="anchored", original=original).close()
+    for method in ("anchored", "expert_specific", "router_l2"):
+        with pytest.raises(ValueError, match=refused):
+            gripmoe.constrain(model, optimizer, RETAIN, method=method, original=original)
 
 
 def test_float16_is_warned_of():
@@ -210,6 +213,50 @@ def test_another_optimizer_goes_on_from_the_first_original(again):
     assert (router_only_stability(trace, model) == 1.0) == again
 
 
+def test_what_is_frozen_again_keeps_no_gradient():
+    """Of the time between two handles, in which a GPT-OSS router's bias trains. The control: the first handle."""
+    model = make("gpt_oss").model
+    optimizer, bias_E = torch.optim.AdamW(model.parameters(), weight_decay=0.0), model.model.layers[0].mlp.router.bias
+    before_E = bias_E.detach().clone()
+    first = gripmoe.constrain(model, optimizer, RETAIN)
+    first.close()
+    model(**RETAIN[0].inputs, labels=RETAIN[0].labels).loss.backward()
+    assert bias_E.grad is not None and bias_E.grad.any()
+    with gripmoe.constrain_again(first, model, optimizer):
+        optimizer.step()
+    assert torch.equal(bias_E, before_E)
+
+
+def test_weights_that_are_loaded_outside_stage_1_are_projected_back():
+    """A common shift of all rows changes no selection, and Stage 1 forbids it. The step after it holds all margins."""
+    model = small_model()
+    moe = MoEModel(model)
+    trace, optimizer = moe.trace(RETAIN), torch.optim.SGD(model.parameters(), lr=1e-3)
+    with gripmoe.constrain(model, optimizer, RETAIN) as handle, torch.no_grad():
+        for layer, seen in trace.items():
+            moe.theta(layer).sub_(torch.nn.functional.normalize(seen.x_Nd.mean(dim=0), dim=0))
+        assert router_only_stability(trace, model) == 1.0
+        with torch.enable_grad():
+            train(model, optimizer, handle, steps=1)
+        assert router_only_stability(trace, model) == 1.0
+
+
+def test_a_copy_of_a_model_under_replay_is_free(tmp_path):
+    """As of a best checkpoint. The control: the model itself, in training."""
+    model = small_model().train()
+    optimizer = adamw(model)
+    with gripmoe.constrain(model, optimizer, RETAIN, forget=FORGET, method="unconstrained", replay=True) as handle:
+        train(model, optimizer, handle)
+        model.train()
+        copied, free = copy.deepcopy(model), small_model().train()
+        free.load_state_dict(copied.state_dict())
+        other = random_batch(seed=5)
+        assert torch.equal(copied(**RETAIN[0].inputs).logits, free(**RETAIN[0].inputs).logits)
+        assert torch.equal(copied(**other.inputs).logits, free(**other.inputs).logits)
+        assert not torch.equal(model(**RETAIN[0].inputs).logits, free(**RETAIN[0].inputs).logits)
+    assert torch.equal(copied(**FORGET[0].inputs).logits, free(**FORGET[0].inputs).logits)
+
+
 @pytest.mark.parametrize("method", ["expert_specific", "expert_specific_paper", "frozen_router"])
 @pytest.mark.parametrize("trains", [True, False])
 def test_routers_that_do_not_train_are_warned_of_under_method_a(trains, method):
@@ -303,18 +350,20 @@ def test_the_optimizer_of_the_routers_alone_cannot_keep_one_expert(method):
     gripmoe.constrain(model, adamw(model), RETAIN, method=method, forget=FORGET).close()
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "minimax_m2", "ernie4_5_moe"])
 @pytest.mark.parametrize("written", [0.01, 0.0, None])
-def test_biases_that_balance_the_load_are_warned_of_if_they_change(written, recwarn):
-    """A bias that is written with the same values, as by a broadcast between processes, has not changed."""
-    model = make("deepseek_v3").model
+def test_biases_that_balance_the_load_are_warned_of_if_they_change(written, family, recwarn):
+    """They are buffers of the router or of its block, or parameters. A bias that is written with the same values, as by
+    a broadcast between processes, has not changed."""
+    model = make(family).model
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0)
     with gripmoe.constrain(model, optimizer, RETAIN):
         for _ in range(3):
             optimizer.step()
-            for name, buffer in model.named_buffers() if written is not None else ():
-                if "e_score_correction_bias" in name:
-                    buffer.add_(written)
-    said = [str(each.message) for each in recwarn if "buffers of the routers" in str(each.message)]
+            for name, bias in (*model.named_buffers(), *model.named_parameters()):
+                if name.endswith("e_score_correction_bias") and written is not None:
+                    bias.detach().add_(written)
+    said = [str(each.message) for each in recwarn if "biases that balance the load" in str(each.message)]
     assert len(said) == bool(written)
 
 

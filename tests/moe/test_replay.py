@@ -3,6 +3,7 @@
 import copy
 from contextlib import contextmanager
 
+import numpy
 import pytest
 import torch
 from test_families import make
@@ -55,6 +56,13 @@ def test_routing_stability_is_that_of_the_workflow(model, trained, batch):
     assert gripmoe.routing_stability(before.numpy(), after.tolist()) == stability, "as engines return them"
     of_all = jaccard(before.flatten(0, 2), after.flatten(0, 2)).mean().item()
     assert of_all != pytest.approx(stability, abs=1e-3)
+
+
+def test_routing_stability_takes_any_integer_type(model, trained, batch):
+    before, after = (gripmoe.routed_experts(each, **batch.inputs).clamp_min(0) for each in (model, trained))
+    wanted = gripmoe.routing_stability(before[:, :5], after[:, :5])
+    given = (each[:, :5].numpy().astype(numpy.uint16) for each in (before, after))
+    assert gripmoe.routing_stability(*given) == wanted
 
 
 def test_what_has_no_routing_stability(model, batch):

@@ -43,8 +43,8 @@ class ConstraintHandle:
     optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, if
     it gives a closure where gradients are projected, or if a router is now that of another adapter; and Diverged if a
     router would not be finite. After such an error the routers are those before the step, and the passes of the step
-    are forgotten; other weights may have changed. `step` warns of buffers of routers that have changed, such as biases
-    that balance the load. `step` and `close` warn of routers that something else has written in place since the last
+    are forgotten; other weights may have changed. `step` warns if biases that balance the load have
+    changed. `step` and `close` warn of routers that something else has written in place since the last
     step. A closed handle raises RuntimeError where it is entered. In training, marks and `penalty` raise it too, if the
     method needs them.
     """

@@ -1,4 +1,5 @@
-"""Warnings of what a loop changes without the constraint: routers that another optimizer steps, and buffers."""
+"""Warnings of what a loop changes without the constraint: routers that another optimizer steps, and the biases that
+balance the load."""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from gripmoe.moe import MoEModel
 
 
 class LoopWatch:
-    """Looks at routers and their buffers before and after the steps of the optimizer that is constrained."""
+    """Looks at routers and their load-balancing biases before and after each step of the constrained optimizer."""
 
     def __init__(self, model: MoEModel):
         self._model = model
-        buffers = {layer: [*model.router(layer).buffers()] for layer in model.layers}
-        self._buffers = [(n, each, each.clone()) for n, of_layer in buffers.items() for each in of_layer]
-        self._versions = [buffer._version for _, buffer, _ in self._buffers]
+        biases = {layer: rule.correction_bias_E for layer, rule in model.rules().items()}
+        self._biases = [(layer, bias_E, bias_E.clone()) for layer, bias_E in biases.items() if bias_E is not None]
+        self._versions = [bias_E._version for _, bias_E, _ in self._biases]
         self._has_stepped = False
         self._first_gradients = self._gradients()
         self._left: tuple[list[int], list[Tensor]] | None = None  # writes and norms after the last step
@@ -32,9 +33,9 @@ class LoopWatch:
         self._left = None
 
     def before_step(self) -> None:
-        """Warns of buffers that have changed since the loop began, and of routers that have since the last step."""
+        """Warns of biases that have changed since the loop began, and of routers that have since the last step."""
         self._has_stepped = True
-        self._warn_of_buffers()
+        self._warn_of_biases()
         self._warn_of_other_steps()
 
     def after_step(self) -> None:
@@ -43,7 +44,7 @@ class LoopWatch:
     def at_close(self) -> None:
         """Warns of routers that have changed since the last step; and if routers got gradients, and there was no step
         at all."""
-        self._warn_of_other_steps()
+        self._warn_of_other_steps(looks=True)
         if not self._has_stepped and self._gradients() != self._first_gradients:
             warnings.warn(
                 "the optimizer that `constrain` was given has never stepped, so no router was constrained: if another "
@@ -64,8 +65,9 @@ class LoopWatch:
         thetas = [self._model.theta(layer).detach() for layer in self._model.layers]
         return list(torch._foreach_norm(thetas)) if thetas else []  # a dense model has none
 
-    def _warn_of_other_steps(self) -> None:
-        if self._left is None or self._writes() == self._left[0]:  # which asks no GPU
+    def _warn_of_other_steps(self, looks: bool = False) -> None:
+        """`looks` also where no write is counted, since writes to `.data` are not. It waits for a GPU."""
+        if self._left is None or (self._writes() == self._left[0] and not looks):
             return
         pairs = zip(self._model.layers, self._left[1], self._norms(), strict=True)
         if layers := [layer for layer, before, norm in pairs if not torch.equal(before, norm)]:
@@ -77,14 +79,14 @@ class LoopWatch:
                 stacklevel=5,
             )
 
-    def _warn_of_buffers(self) -> None:
-        if [buffer._version for _, buffer, _ in self._buffers] == self._versions:  # which asks no GPU
+    def _warn_of_biases(self) -> None:
+        if [bias_E._version for _, bias_E, _ in self._biases] == self._versions:  # which asks no GPU
             return
-        if layers := {layer for layer, buffer, first in self._buffers if not torch.equal(buffer, first.to(buffer))}:
+        if layers := [layer for layer, bias_E, first_E in self._biases if not torch.equal(bias_E, first_E.to(bias_E))]:
             warnings.warn(
-                f"buffers of the routers of layers {sorted(layers)} have changed, such as biases that balance the "
-                "load, and selections change with them: leave them as they are while the constraint is on",
+                f"the biases that balance the load have changed in the routers of layers {layers}, and selections "
+                "change with them: leave them as they are while the constraint is on",
                 stacklevel=5,
             )
-            self._buffers = []
-        self._versions = [buffer._version for _, buffer, _ in self._buffers]
+            self._biases = []
+        self._versions = [bias_E._version for _, bias_E, _ in self._biases]

@@ -44,6 +44,7 @@ class ObservedPass:
         self._grad_modes: set[bool] = set()  # whether gradients are on, in the decoder and in its routers
 
     def begin(self, module, args, kwargs) -> None:
+        kwargs = {"input_ids": args[0], **kwargs} if args else kwargs
         self._passes.append(_tokens(self._kind, kwargs, self._rows))
         if kwargs.get("attention_mask") is None and seems_padded(kwargs["input_ids"], self._model.model):
             warnings.warn(

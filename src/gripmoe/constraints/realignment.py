@@ -10,10 +10,17 @@ from torch import Tensor
 
 from gripmoe.config.methods import EpsNullConfig, Method
 from gripmoe.constraints.null_space import feasible_router, sound_bounds
-from gripmoe.data.documents import Batch
+from gripmoe.data.documents import Batch, documents_of
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import Realignment, holdout_stability, realign_paper, realign_sound, with_fallback
+from gripmoe.geometry.realignment import (
+    HELD_OUT,
+    Realignment,
+    holdout_stability,
+    realign_paper,
+    realign_sound,
+    with_fallback,
+)
 from gripmoe.geometry.routing import RoutingTrace, route
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import counted_tokens
@@ -51,11 +58,7 @@ def realign_routers(
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
     keep = counted_tokens(batch.attention_mask)
-    rows = torch.arange(len(batch.input_ids), device=keep.device)
-    rows_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:retain_tokens]
-    documents_N = rows_N.unique_consecutive(return_inverse=True)[1]  # rows without a token that counts are left out
-    if documents_N.unique().numel() < 4:  # too few to hold one out
-        documents_N = None
+    documents_N = _documents(batch, keep)[:retain_tokens]
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
         rule, old, new = model.rule(layer), theta_0[layer], theta_post[layer]
@@ -83,6 +86,19 @@ def realign_routers(
         model.set_thetas(theta_post)
         raise
     return realigned
+
+
+def _documents(batch: Batch, keep: Tensor) -> Tensor:
+    """The number of the document of each token that counts, the same for documents of the same tokens: none of them
+    checks a fit to another. With too few documents to hold one out, the place of each token in its document."""
+    known: dict[tuple[int, ...], int] = {}
+    numbers = [known.setdefault(ids, len(known)) for ids in documents_of(batch.input_ids, batch.attention_mask)]
+    rows = torch.tensor(numbers, device=keep.device)
+    of_tokens_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep]
+    found, documents_N = of_tokens_N.unique(return_inverse=True)  # documents without a token that counts are left out
+    if len(found) >= HELD_OUT:
+        return documents_N
+    return batch.attention_mask.cumsum(dim=-1).flatten().to(keep.device)[keep] - 2  # 0 for the first that counts
 
 
 def make_correction(

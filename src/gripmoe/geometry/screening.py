@@ -37,8 +37,9 @@ class ScreenedProjection:
         """The point nearest to `update_Ed`. `near_Ed` is that of the step before; `options` are of `nearest_feasible`.
         The basis is given again, since a basis may lie on disk between two steps."""
         if self.looked_from is None or self._leaves(update_Ed):
-            distance_E = (update_Ed - near_Ed).norm(dim=1)
-            self.look(near_Ed, AHEAD * distance_E.clamp_min(distance_E.mean()))
+            at_Ed = basis.double().project(near_Ed.double()).to(near_Ed.dtype)  # loaded weights may be outside Stage 1
+            distance_E = (update_Ed - at_Ed).norm(dim=1)
+            self.look(at_Ed, AHEAD * distance_E.clamp_min(distance_E.mean()))
         if not len(self._reached_Nd):
             return basis.double().project(update_Ed.double()).to(update_Ed.dtype)
         return nearest_feasible(update_Ed, basis, self._reached_Nd, self._reached_NE, near_Ed=near_Ed, **options)

@@ -44,8 +44,8 @@ def check_given(name: str, batches: Sequence[Batch], method: Method | None = Non
 
 
 def check_original(original: MoEModel, moe: MoEModel) -> None:
-    """Raises ValueError unless `original` may be what `moe` was: of its family and shapes, and with routers
-    whose distance from its own is less than their norm."""
+    """Raises ValueError unless `original` may be a copy of `moe`: of its family and shapes, and with its routers, which
+    may have been rounded to another precision."""
     kinds = [
         (each.model.config.model_type, {layer: tuple(each.theta(layer).shape) for layer in each.layers})
         for each in (original, moe)
@@ -56,10 +56,12 @@ def check_original(original: MoEModel, moe: MoEModel) -> None:
             f"`original` is another model: {names[0]} and {names[1]} differ in their family or in the shapes of their "
             "routers; give a copy of the model from before"
         )
-    if are_other_routers(moe.thetas(), original.thetas()):
+    others = original.thetas()
+    pairs = [(theta_Ed.cpu(), others[layer].cpu()) for layer, theta_Ed in moe.thetas().items()]
+    if not all(torch.allclose(*pair, rtol=1e-2, atol=1e-6) for pair in pairs):
         raise ValueError(
-            "`original` is another model: its routers differ from those of `model` by more than their norm; give a "
-            "copy of the model from before"
+            "`original` has other routers than `model`, which has trained or is another model: call `constrain` before "
+            "training, with a copy of the model, and `constrain_again` for a further optimizer"
         )
 
 

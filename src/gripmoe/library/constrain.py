@@ -169,6 +169,8 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
         trained = undo.enter_context(_trained_again(prepared.trains))
         for parameter, trains in prepared.trains.items():
             parameter.requires_grad_(trains)
+            if not trains:
+                parameter.grad = None  # of the time between, in which it trained
         return _attached(prepared, model, moe, stepping, trained, undo)
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gripmoe.moe.recording import in_recomputation, place_in_graph
 from gripmoe.moe.unpadded import Padding
@@ -25,8 +25,8 @@ class Forcing:
         self.passes: list[tuple[int, Routes | None]] = [] if find else [(place_in_graph(), routes)]
         self._finding = False  # `find` may itself run the model
 
-    def begin_pass(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """A hook that runs before each pass of the decoder."""
+    def begin_pass(self, args: tuple, kwargs: dict) -> None:
+        """Runs before each pass of the decoder."""
         if self._finding or in_recomputation():
             return
         input_ids = args[0] if args else kwargs.get("input_ids")

@@ -288,7 +288,14 @@ class MoEModel:
         """
         forcing = Forcing(None, routes) if callable(routes) else Forcing(routes, None)
 
+        # A copy of the model that is made within the block has copies of these hooks, and is left alone.
+        def begin(decoder, *given):
+            if decoder is self.model.model:
+                forcing.begin_pass(*given)
+
         def force(layer: int, router, args, output):
+            if router is not self._routers[layer]:
+                return None
             scores_TE, own_weights_Tk, own_Tk = output
             if (forced := forcing.of_layer(layer, own_Tk, self._padding)) is None:
                 return None
@@ -301,7 +308,7 @@ class MoEModel:
 
         def handles():
             if callable(routes):
-                yield self.model.model.register_forward_pre_hook(forcing.begin_pass, with_kwargs=True)
+                yield self.model.model.register_forward_pre_hook(begin, with_kwargs=True)
             for layer, router in self._routers.items():
                 yield router.register_forward_hook(partial(force, layer))
 

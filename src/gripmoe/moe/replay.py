@@ -42,8 +42,8 @@ def routed_experts(model: nn.Module, input_ids: Tensor, attention_mask: Tensor |
 def routing_stability(before: Tensor, after: Tensor) -> float:
     """Routing stability (Eq. 2), between 0 and 1: the mean Jaccard similarity of a token's expert sets in two tensors
     of `routed_experts`, over tokens and MoE layers. Give tensors of the same documents: of held-out retain documents,
-    before and after unlearning. k may differ. The first token of each row does not count, since it sees nothing but
-    itself, and neither does a token with a -1 in either tensor.
+    before and after unlearning. k may differ. The first recorded token of each row does not count, since the first of a
+    document sees nothing but itself, and neither does a token with a -1 in either tensor.
 
     Raises ValueError for tensors of other rows, positions or layers, for experts that are no whole numbers or repeat
     in a token, as in layers without routers, and if no token counts."""
@@ -55,7 +55,7 @@ def routing_stability(before: Tensor, after: Tensor) -> float:
             f"routed experts of shapes {tuple(before.shape)} and {tuple(after.shape)}: give two tensors (rows, "
             "positions, layers, k) of the same documents and layers"
         )
-    after = after.to(before.device)
+    before, after = before.long(), after.to(before.device, torch.long)  # some integer types have no comparison
     is_recorded = (before >= 0).all(dim=(2, 3)) & (after >= 0).all(dim=(2, 3))
     counts_T = counted_tokens(is_recorded)
     if not counts_T.any():
