@@ -357,6 +357,17 @@ class TestRun:
         elif rules == ["render_main_results"]:
             assert set(plan) == {"render_main_results", "manifest"}
 
+    def test_what_another_world_has_measured_again_is_collected(self, finished):
+        """It shares runs, and repeats training whose measures end alike: seconds and the history do not."""
+        run = finished / "results/smoke/smoke/wmdp_smoke/gd/unconstrained/0"
+        for name in ("history.json", "checkpoint.json"):
+            before, times = (run / name).read_text(), (run / name).stat()
+            (run / name).write_text(f"{before}\n")
+            plan = planned(dry_run(finished))
+            (run / name).write_text(before)
+            set_times(run / name, times)
+            assert {"collect", "manifest"} <= set(plan) and "unlearn" not in plan
+
     @pytest.mark.slow
     def test_lost_metadata_hides_no_change_from_verify(self, finished):
         """Without Snakemake's own records it sees no changed parameter; the manifest still does: in the code that

@@ -88,6 +88,15 @@ def run_checkpoint(wildcards):
     return f"{RUN}/checkpoint.json".format(**wildcards)
 
 
+def results_of(key):
+    """The files of a run that its rows in the tables come from."""
+    method = PROJECT.methods[key.method]
+    names = ["run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv"]
+    names += ["checkpoint.json"] * bool(method.rule) + ["history.json"] * (method.rule == "unlearn")
+    bases = [f"{BASES}.json".format(**key._asdict())] if method.has_bases else []
+    return [f"{RESULTS}/{key.folder}/{name}" for name in names] + bases
+
+
 def data_files(*letters, news=(), corpora=()):
     """An input function: the files of a benchmark by its kind, and its corpora."""
 

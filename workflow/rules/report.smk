@@ -24,15 +24,12 @@ if config.get("partial"):
     if not SHOWN and workflow.is_main_process:
         raise WorkflowError(f"--config partial: no run of {PROJECT.name} has ended; leave it out")
 SHOWN_BENCHMARKS = list(dict.fromkeys(key.benchmark for key in SHOWN))
+STEPS = {"evaluate", "attack"} | {PROJECT.methods[key.method].rule for key in SHOWN} - {None}
 
 
 rule collect:
     input:
-        [
-            f"{RESULTS}/{key.folder}/{name}"
-            for key in SHOWN
-            for name in ("run.yaml", "evaluation.json", "questions.csv", "attack.json", "attack_questions.csv")
-        ],
+        [file for key in SHOWN for file in results_of(key)],
     output:
         runs=RUNS,
         histories=HISTORIES,
@@ -142,7 +139,7 @@ rule manifest:
         mem_mb=growing(2000),
         runtime=growing(10),
     params:
-        code=code_fingerprint("gripmoe.cli.manifest:manifest"),
+        code=code_fingerprint("gripmoe.cli.manifest:manifest", *[f"gripmoe.cli.{step}:{step}" for step in STEPS]),
     shell:
         "gripmoe manifest {input.artefacts} {input.explorer} {input.notebooks} {input.tables} --runs {input.runs} --output {output}"
         " > {log} 2>&1"
