@@ -3,6 +3,7 @@
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 
 import pytest
@@ -15,6 +16,7 @@ from gripmoe.constraints import realignment as method_b
 from gripmoe.constraints.null_space import feasible_router
 from gripmoe.constraints.realignment import METHOD_A, kaczmarz_report, realign_routers
 from gripmoe.data.documents import Batch
+from gripmoe.geometry import realignment as geometry
 from gripmoe.geometry.realignment import realign_sound
 from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, stability_by_layer
 from gripmoe.library.realign import Original
@@ -302,13 +304,8 @@ def test_a_layer_whose_fit_is_rejected_falls_back_to_method_a(form, monkeypatch)
     original, batch, trace, *_ = setting(count=1)
     moe = unlearned()
     after, seen = moe.thetas(), moe.trace([batch])
-    name = "realign_paper" if form == "paper" else "realign_sound"
-    fit = getattr(method_b, name)
-
-    def rejecting(*args, **options):
-        return replace(fit(*args, **options), theta_Ed=args[1], held_out_stability=0.0, accepted=False)
-
-    monkeypatch.setattr(method_b, name, rejecting)
+    monkeypatch.setattr(geometry, "RIDGES", ())  # no candidate of the sound form
+    monkeypatch.setattr(method_b, "realign_paper", partial(method_b.realign_paper, accept=1.0))
     report = realign_routers(moe, original.thetas(), trace, batch, form=form)
     assert all(result.fell_back and not result.accepted for result in report.values())
     if form == "sound":

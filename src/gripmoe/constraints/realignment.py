@@ -13,14 +13,7 @@ from gripmoe.constraints.null_space import feasible_router, sound_bounds
 from gripmoe.data.documents import Batch, documents_of
 from gripmoe.geometry.halfspace import nearest_feasible, randomized_kaczmarz, violation
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.geometry.realignment import (
-    HELD_OUT,
-    Realignment,
-    holdout_stability,
-    realign_paper,
-    realign_sound,
-    with_fallback,
-)
+from gripmoe.geometry.realignment import HELD_OUT, Realignment, holdout_stability, realign_paper, realign_sound
 from gripmoe.geometry.routing import RoutingTrace, route
 from gripmoe.moe import MoEModel
 from gripmoe.moe.recording import counted_tokens
@@ -70,11 +63,12 @@ def realign_routers(
                 fallback_Ed = feasible_router(METHOD_A[form], old, new, route(x_post_Nd, old, rule), rule)
                 result = replace(result, theta_Ed=fallback_Ed, fell_back=True)
         else:
-            held_out = dict(wanted_Nk=seen.top_k_Nk, documents_N=documents_N)
-            result = realign_sound(old, new, seen.x_Nd, x_post_Nd, rule, **held_out)
-            if not result.accepted:
-                fallback_Ed = feasible_router(METHOD_A[form], old, new, seen, rule)
-                result = with_fallback(result, fallback_Ed, old, seen, x_post_Nd, rule, documents_N)
+            result = realign_sound(
+                *(old, new, seen.x_Nd, x_post_Nd, rule),
+                wanted_Nk=seen.top_k_Nk,
+                documents_N=documents_N,
+                fallback=lambda: feasible_router(METHOD_A[form], old, new, seen, rule),
+            )
             model.set_thetas({layer: result.theta_Ed})
         realigned[layer] = result
 

@@ -7,13 +7,13 @@ unlearned one, for the same tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gripmoe.geometry.routing import LayerRouting, SelectionRule, jaccard, route
+from gripmoe.geometry.routing import SelectionRule, jaccard, route
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, math.inf)
 HELD_OUT = 4  # one document of so many checks the fit
@@ -28,7 +28,7 @@ class Realignment:
     quarter that no fit sees; None in the paper's form. `ridge`: absolute in the paper's form; in the sound form
     relative to the mean eigenvalue of Xt Xt^T, infinity for the original router, None without an accepted fit.
     `accepted`: whether a fit was better than the unlearned router. `fell_back`: whether `theta_Ed` is Method A's
-    projection of the unlearned router instead; in the sound form only if that keeps more sets (`with_fallback`).
+    projection of the unlearned router instead; in the sound form only if that keeps more sets.
     """
 
     theta_Ed: Tensor
@@ -108,12 +108,14 @@ def realign_sound(
     *,
     wanted_Nk: Tensor | None = None,
     documents_N: Tensor | None = None,
+    fallback: Callable[[], Tensor] | None = None,
 ) -> Realignment:
     """The anchored form: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d I)^-1 in fp64, rho by held-out RS.
 
     Every fourth document is held out from the fit, by the numbers `documents_N` of the tokens' documents (if absent,
     every fourth token). Candidates are the ridges, the original router (rho = infinity) and the unlearned router; the
     one that keeps most of the original sets on held-out tokens wins, judged after the cast back to the router's dtype.
+    If the unlearned router wins, `fallback` may give another one, (E, d), which is taken if it keeps more.
     `wanted_Nk` are the original sets (if absent, those of the original router under `rule`, whose biases are the
     unlearned model's).
     Raises ValueError if no token is left to fit, or none to check.
@@ -151,32 +153,16 @@ def realign_sound(
 
     held_out_stability = {ridge: stability(candidate) for ridge, candidate in candidates.items()}
     best = max(held_out_stability, key=held_out_stability.__getitem__)
-    fit_cosine = score_cosine(fit_x_Nd @ theta64_Ed.T, fit_post_Nd @ candidates[best].double().T)
-    return Realignment(candidates[best], fit_cosine, held_out_stability[best], best, best is not None)
+    chosen_Ed, kept, fell_back = candidates[best], held_out_stability[best], False
+    if best is None and fallback:
+        fallback_Ed = fallback()
+        if (of_fallback := stability(fallback_Ed)) > kept:
+            chosen_Ed, kept, fell_back = fallback_Ed, of_fallback, True
+    fit_cosine = score_cosine(fit_x_Nd @ theta64_Ed.T, fit_post_Nd @ chosen_Ed.double().T)
+    return Realignment(chosen_Ed, fit_cosine, kept, best, best is not None, fell_back)
 
 
 def _held_out(documents_N: Tensor | None, x_Nd: Tensor) -> Tensor:
     """Which tokens check a fit, (N,), bool."""
     numbers_N = torch.arange(len(x_Nd), device=x_Nd.device) if documents_N is None else documents_N
     return numbers_N % HELD_OUT == 0
-
-
-def with_fallback(
-    kept: Realignment,
-    theta_Ed: Tensor,
-    theta_0_Ed: Tensor,
-    seen: LayerRouting,
-    x_post_Nd: Tensor,
-    rule: SelectionRule,
-    documents_N: Tensor | None,
-) -> Realignment:
-    """`kept`, which has the unlearned router, or the same with Method A's router `theta_Ed` if that keeps more of the
-    original sets on held-out tokens. `seen` is how the original router `theta_0_Ed` routes the tokens."""
-    held_N, theta64_Ed, x_post_Nd = _held_out(documents_N, x_post_Nd), theta_Ed.double(), x_post_Nd.double()
-    got = route(x_post_Nd[held_N], theta64_Ed, rule)
-    stability = jaccard(seen.top_k_Nk[held_N], got.top_k_Nk).mean().item()
-    if stability <= kept.held_out_stability:
-        return kept
-    fit_x_Nd, fit_post_Nd = seen.x_Nd[~held_N].double(), x_post_Nd[~held_N]
-    cosine = score_cosine(fit_x_Nd @ theta_0_Ed.double().T, fit_post_Nd @ theta64_Ed.T)
-    return replace(kept, theta_Ed=theta_Ed, fit_cosine=cosine, held_out_stability=stability, fell_back=True)

@@ -10,9 +10,9 @@ import pandas as pd
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below
+from gripmoe.reporting.scores import FOUR_WAY
 from gripmoe.reporting.uncertainty import interval, units_of_table
 
-GUESS = 0.25  # the share of four-way questions that a guess answers
 LOOKS = {  # metric: marker, size, whether filled, name; later ones are drawn on top
     "forced_forget_accuracy": ("o", 5.5, False, "original expert sets forced"),
     "relearned_after_20": ("x", 4, True, "20 steps of relearning"),
@@ -48,7 +48,7 @@ def overview(runs: pd.DataFrame, methods: Sequence[str]) -> plt.Figure:
                     axes.errorbar([mean], [y], xerr=half, fmt=marker, elinewidth=0.8, clip_on=False, **look)
             axes.set(xlabel=title, xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
         panels[0].set_yticks(range(len(methods)), [names.method_label(method) for method in reversed(methods)])
-        panels[-1].axvline(GUESS, color="0.6", linewidth=0.7, linestyle=":")
+        panels[-1].axvline(FOUR_WAY, color="0.6", linewidth=0.7, linestyle=":")
         for marker, size, filled, text in LOOKS.values():
             look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
             panels[-1].plot([], [], marker, label=text, **look)
