@@ -82,7 +82,7 @@ OF_ERASURE = (
 )
 OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
 WORLDS = {
-    "router_rate": ("record_rates",),
+    "router_rate": ("record_rates", "tiny_wide"),
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
     "retain_data": ("tiny_retain",),
