@@ -40,6 +40,25 @@ FLAGS = {"forget": "--questions", "retain": "--retain-questions"}
 FLAGS |= {"forget_text": "--forget-text", "retain_text": "--retain-text"}
 
 
+def noted(names, monkeypatch, broken=()):
+    """A list to which each measurement of these adds its name, before it fails if it is `broken`."""
+    made = []
+
+    def noting(name, measure):
+        @wraps(measure)
+        def noted(*given, **named):
+            made.append(name)
+            if name in broken:
+                raise KeyboardInterrupt
+            return measure(*given, **named)
+
+        return noted
+
+    for name in names:
+        monkeypatch.setitem(auditing.MEASURES, name, noting(name, auditing.MEASURES[name]))
+    return made
+
+
 def test_an_audit_measures_what_the_workflow_measures(pair, files, tmp_path):
     """To the last digit: all metrics, every score of every question, every answer."""
     out = tmp_path / "audit"
@@ -181,8 +200,7 @@ def test_ids_that_both_kinds_of_questions_share_change_no_number(asked, tokenize
 def test_an_audit_with_another_tokenizer_begins_anew(asked, tokenizer, bos_tokenizer, tmp_path, monkeypatch):
     """Of the same words. The control: with the same tokenizer nothing is measured again."""
     models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
-    made, accuracy = [], auditing.accuracy
-    monkeypatch.setattr(auditing, "accuracy", lambda *given, **options: made.append(1) or accuracy(*given, **options))
+    made = noted(["accuracy"], monkeypatch)
 
     def probabilities(tokenizer):
         rows = dict(forget=asked.forget[:24], retain=asked.retain[:24])
@@ -199,25 +217,6 @@ def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
     report = gripmoe.audit(*models, forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=["prompts"])
     shuffled = report.to_answers().query("condition == 'shuffling the choices'")
     assert len(shuffled) and (shuffled.correct == (shuffled.given == shuffled.answer)).all()
-
-
-def noted(names, monkeypatch, broken=()):
-    """A list to which each measurement of these adds its name, before it fails if it is `broken`."""
-    made = []
-
-    def noting(name, measure):
-        @wraps(measure)
-        def noted(*given, **named):
-            made.append(name)
-            if name in broken:
-                raise KeyboardInterrupt
-            return measure(*given, **named)
-
-        return noted
-
-    for name in names:
-        monkeypatch.setitem(auditing.MEASURES, name, noting(name, auditing.MEASURES[name]))
-    return made
 
 
 def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files, tmp_path, monkeypatch):

@@ -283,7 +283,9 @@ def test_a_run_that_corrects_nothing_is_not_realigned(prepared, tmp_path, capsys
     for run, checkpoint, said in (
         ("run", tmp_path / "run" / "checkpoint.json", "'unconstrained' corrects no finished run"),
         ("ptc", root / "model" / "model.json", "model.json: lacks status, steps; give the checkpoint.json of"),
+        ("ptc", tmp_path / "list.json", "list.json: lacks status, steps; give the checkpoint.json of"),
     ):
+        (tmp_path / "list.json").write_text("[1]")
         named = [f"--{name}={value}" for name, value in flags.items()]
         named += [f"--run={tmp_path / run / 'run.yaml'}", f"--checkpoint={checkpoint}"]
         assert command(["realign", *named]) == 2 and said in capsys.readouterr().err

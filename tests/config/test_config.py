@@ -540,6 +540,33 @@ def test_settings_that_depend_on_each_other_may_stand_in_two_places(folder):
         Project(folder, "tiny").training("tiny_a", "wmdp_tiny", "gd", "frozen_router")
 
 
+@pytest.mark.parametrize(
+    ("method", "change", "said"),
+    [
+        ("frozen_router", {"router_multiplier": 10}, "router_multiplier: without effect here: `constraint: frozen`"),
+        ("frozen_router", {"adversary_rate": 3}, "adversary_rate: without effect here: give `adversary_steps`"),
+        ("frozen_router", {"adversary_rate": 3, "adversary_steps": 2}, None),
+        ("unconstrained", {"router_multiplier": 10}, None),
+    ],
+)
+def test_overrides_without_effect_are_refused(folder, method, change, said):
+    edit(folder / "tiny.yaml", lambda c: c["overrides"].update({method: change}))
+    given = "tiny_a", "wmdp_tiny", "gd", method
+    if said is None:
+        assert change.items() <= Project(folder, "tiny").training(*given).model_dump().items()
+    else:
+        with pytest.raises(ConfigError, match=f"tiny.yaml: overrides.{method}.{said}"):
+            Project(folder, "tiny").training(*given)
+
+
+def test_a_setting_of_an_objective_can_be_taken_back(folder):
+    """Of two lengths of RMU's vector one is given."""
+    other = {"objective": {"steering": 20, "kappa": None}}
+    edit(folder / "tiny.yaml", lambda c: c["overrides"].update({"rmu/unconstrained": other}))
+    given = Project(folder, "tiny").training("tiny_a", "wmdp_tiny", "rmu", "unconstrained").objective
+    assert given["steering"] == 20 and "kappa" not in given
+
+
 def test_base_models_train_on_a_gpu_where_the_world_gives_them_one(folder):
     edit(folder / "tiny_muse.yaml", lambda c: c.update(gpus={"tiny_news_a": 2}))
     large = Project(folder, "tiny_large")

@@ -43,7 +43,7 @@ def realign(
         raise ConfigError(
             f"{run_file}: {run.method_name!r} corrects no finished run; give the run.yaml of a correction"
         )
-    if missing := {"status", "steps"} - corrected.keys():
+    if missing := {"status", "steps"} - (corrected.keys() if isinstance(corrected, dict) else set()):
         raise ConfigError(
             f"{checkpoint_file}: lacks {', '.join(sorted(missing))}; give the checkpoint.json of `gripmoe unlearn`"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -90,12 +91,8 @@ class Method(Strict):
             if getattr(self, axis) != type(self).model_fields[axis].default and not any(map(self._has, rows)):
                 choice = " or ".join(f"`{words}`" for words in rows)
                 raise Mistake(axis, f"without effect here; it is a choice of {choice}")
-        of_routers = self.training.keys() & {"router_multiplier", "router_weight_decay"}
-        if of_routers and self.constraint == "frozen":
-            raise Mistake(f"training.{min(of_routers)}", "without effect here: `constraint: frozen` trains no router")
-        of_adversary = self.training.keys() & {"adversary_rate", "adversary_restart"}
-        if of_adversary and not self.training.get("adversary_steps"):
-            raise Mistake(f"training.{min(of_adversary)}", "without effect here: give `adversary_steps`")
+        if idle := self.idle(self.training, self.training.get("adversary_steps")):
+            raise Mistake(f"training.{idle[0]}", idle[1])
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore`, `correction: realign` or `correction: undo`")
         if self.correction == "undo" and not (self.corrects and self.undo):
@@ -124,6 +121,16 @@ class Method(Strict):
     @property
     def trains(self) -> bool:
         return self.constraint is not None
+
+    def idle(self, given: Mapping[str, Any], adversary_steps: int | None) -> tuple[str, str] | None:
+        """The first of the `given` settings of training that would have no effect, and why."""
+        of_routers = given.keys() & {"router_multiplier", "router_weight_decay"}
+        if of_routers and self.constraint == "frozen":
+            return min(of_routers), "without effect here: `constraint: frozen` trains no router"
+        of_adversary = given.keys() & {"adversary_rate", "adversary_restart"}
+        if of_adversary and not adversary_steps:
+            return min(of_adversary), "without effect here: give `adversary_steps`"
+        return None
 
     @property
     def rule(self) -> str | None:

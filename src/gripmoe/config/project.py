@@ -176,7 +176,8 @@ class Project:
         changed, layers = world.training.model_dump(), []
         for where, key, change in [*shared, *own]:
             own_objective = parse_as(dict, change.get("objective", {}), where, prefix=f"{key}.objective")
-            settings = {**changed["objective"], **own_objective}
+            both = {**changed["objective"], **own_objective}
+            settings = {name: value for name, value in both.items() if value is not None}  # null takes a key back
             changed = {**changed, **change, "objective": settings}
             self.check_objective(objective, settings, where, f"{key}.objective")
             layers.append((where, key, changed))
@@ -186,6 +187,9 @@ class Project:
             for where, key, changed in layers:
                 parse_as(Training, changed, where, prefix=key)
             raise
+        for where, key, change in own:
+            if idle := row.idle(change, training.adversary_steps):
+                raise ConfigError(f"{where}: {key}.{idle[0]}: {idle[1]}")
         passes = training.gradient_accumulation * self.gpus(model) // self.processes(model, method)
         return training.model_copy(update={"gradient_accumulation": passes})
 

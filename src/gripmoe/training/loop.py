@@ -114,6 +114,7 @@ def unlearn(
         )
     if training.average_decay and constraint.every > 1:
         raise ConfigError("`average_decay` needs `every: 1`: between two projections, routers leave the constraint")
+    forget_edits = forget_gradient_edits(experts, training)  # before a state is loaded: they know the original weights
     objective.start(model, forget, retain)
     constraint.start(model, retain)
     original_sets = OriginalSets(model, [*forget, *retain]) if replay else None
@@ -124,7 +125,6 @@ def unlearn(
     adversary = None
     if training.adversary_steps:
         adversary = RelearningAdversary(experts, training.adversary_rate * training.learning_rate)
-    forget_edits = forget_gradient_edits(experts, training)  # before a state is loaded: they know the original weights
     average = WeightAverage(routers + experts, training.average_decay) if training.average_decay else None
     restricted = restricted_experts(model, scope, optimizer) if scope else nullcontext()
     progress = load_state(state_file, model.model, optimizer) or {
@@ -159,11 +159,11 @@ def unlearn(
         if status == "diverged" and distributed.is_first():
             what = "a loss, a gradient or a weight is not finite, or the retain loss is above `loss_bound`"
             print(f"{description} diverged at step {step}: {what}", file=sys.stderr, flush=True)
-        if average and status != "diverged":
-            average.write()
-            steps.average = None  # the steps below are only timed
         tokens = round(distributed.average(steps.tokens) * distributed.processes())
+        steps.average = None  # the steps below are only timed
         times = None if status == "diverged" else steps.seconds_by_turns()
+        if average and status != "diverged":
+            average.write()  # after these steps, which would add what rounding took from the weights before the average
     if correct:
         with model.unpadded():  # as in the checks
             correct(model)
