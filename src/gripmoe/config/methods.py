@@ -91,8 +91,8 @@ class Method(Strict):
             if getattr(self, axis) != type(self).model_fields[axis].default and not any(map(self._has, rows)):
                 choice = " or ".join(f"`{words}`" for words in rows)
                 raise Mistake(axis, f"without effect here; it is a choice of {choice}")
-        if idle := self.idle(self.training, self.training.get("adversary_steps")):
-            raise Mistake(f"training.{idle[0]}", idle[1])
+        if found := self.without_effect(self.training, self.training.get("adversary_steps")):
+            raise Mistake(f"training.{found[0]}", found[1])
         if self.corrects and not self.correction:
             raise ValueError("`corrects` needs `correction: restore`, `correction: realign` or `correction: undo`")
         if self.correction == "undo" and not (self.corrects and self.undo):
@@ -122,7 +122,7 @@ class Method(Strict):
     def trains(self) -> bool:
         return self.constraint is not None
 
-    def idle(self, given: Mapping[str, Any], adversary_steps: int | None) -> tuple[str, str] | None:
+    def without_effect(self, given: Mapping[str, Any], adversary_steps: int | None) -> tuple[str, str] | None:
         """The first of the `given` settings of training that would have no effect, and why."""
         of_routers = given.keys() & {"router_multiplier", "router_weight_decay"}
         if of_routers and self.constraint == "frozen":

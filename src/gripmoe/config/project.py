@@ -188,8 +188,8 @@ class Project:
                 parse_as(Training, changed, where, prefix=key)
             raise
         for where, key, change in own:
-            if idle := row.idle(change, training.adversary_steps):
-                raise ConfigError(f"{where}: {key}.{idle[0]}: {idle[1]}")
+            if found := row.without_effect(change, training.adversary_steps):
+                raise ConfigError(f"{where}: {key}.{found[0]}: {found[1]}")
         passes = training.gradient_accumulation * self.gpus(model) // self.processes(model, method)
         return training.model_copy(update={"gradient_accumulation": passes})
 
