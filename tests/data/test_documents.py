@@ -200,3 +200,12 @@ def test_processes_share_the_rows_in_as_many_batches(monkeypatch):
     ]
     with pytest.raises(ValueError, match="12 rows cannot be split over 5 processes"):
         in_batches(rows, 0, 0, 5)
+
+
+def test_a_document_is_not_called_like_a_part_of_a_longer_one(tokenizer, tmp_path):
+    """NPO finds original probabilities by name."""
+    long, short = " ".join(["a b c"] * 3), "a b"
+    write_jsonl(tmp_path / "c.jsonl", [{"id": "x", "text": long}, {"id": "x#0", "text": short}])
+    with pytest.raises(ConfigError, match=r"c.jsonl: 'x#0' is also the name of a part of 'x', a long one; rename it"):
+        load_corpus(tmp_path / "c.jsonl", tokenizer, 5, whole=True)
+    assert len(load_corpus(tmp_path / "c.jsonl", tokenizer, 5)) == 2

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training import steps
 from gripmoe.training.loop import _corrected, unlearn
-from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection
+from gripmoe.training.objectives import GradientDifference, RepresentationMisdirection, make_objective
 from gripmoe.training.step_batches import StepBatches
 
 TRAINING = Training(
@@ -375,6 +376,9 @@ def test_only_the_last_layers_that_the_losses_look_at_train(tmp_path, objective,
         moved = {name for name, value in moe.model.named_parameters() if not torch.equal(value, start[name])}
         assert {int(name.split(".")[2]) for name in moved} == wanted
         assert any("gate.weight" in name for name in moved)
+    too_many = TRAINING.model_copy(update={"trained_layers": 3 if objective is None else 2})
+    with pytest.raises(ConfigError, match=r"`trained_layers` is \d, and the losses look at \d MoE layers: lower it"):
+        run(tmp_path / "many.pt", training=too_many, objective=objective)
 
 
 def test_the_end_is_corrected_as_the_checks_are(tmp_path):
@@ -441,7 +445,7 @@ def test_batches_that_cannot_be_drawn_are_refused(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("method", ["unconstrained", "full_null_space_paper", "router_l2"])
 def test_accumulated_passes_are_one_step_of_all_their_documents(method, tmp_path, capsys):
-    """Documents of one length, so that the mean over passes is the mean over tokens. The control draws half."""
+    """The control draws half."""
     ends = {}
     for size, passes in ((4, 1), (2, 2), (2, 1)):
         sizes = {"forget_batch_size": size, "retain_batch_size": size, "gradient_accumulation": passes}
@@ -452,7 +456,7 @@ def test_accumulated_passes_are_one_step_of_all_their_documents(method, tmp_path
             moe,
             GradientDifference(alpha=1.0),
             built.constraint,
-            CORPORA,
+            Corpora(corpus(0, shortest=3), corpus(1, shortest=3), pad_id=0),
             training,
             NEVER,
             seed=5,
@@ -463,6 +467,33 @@ def test_accumulated_passes_are_one_step_of_all_their_documents(method, tmp_path
         ends[size, passes] = moe.theta(0).detach()
     torch.testing.assert_close(ends[2, 2], ends[4, 1], atol=1e-5, rtol=1e-4)
     assert (ends[2, 1] - ends[4, 1]).abs().max() > 1e-3, "the control"
+
+
+@pytest.mark.parametrize("name", ["gd", "kl", "npo", "rmu", "unlikelihood"])
+@pytest.mark.parametrize("kind", ["forget", "retain"])
+def test_each_token_of_a_step_weighs_the_same_in_every_pass(name, kind):
+    """Passes of few and of many tokens. The control averages the means of passes."""
+    settings = {"rmu": {"layer": 1, "kappa": 5.0}, "npo": {"beta": 0.1}}
+    moe = MoEModel(small_model())
+    objective = make_objective(name, {"alpha": 1.0, **settings.get(name, {})}, seed=0)
+    rows = [Row(str(n), ids := [3 + n] * length, [-100] * (length // 2) + ids[length // 2 :])
+            for n, length in enumerate((4, 20, 6, 30))]  # fmt: skip
+    losses, controls = {}, {}
+    for passes in (1, 2):
+        sizes = {"gradient_accumulation": passes, "forget_batch_size": 4 // passes, "retain_batch_size": 4 // passes}
+        batches = StepBatches(Corpora(rows, rows, pad_id=0), TRAINING.model_copy(update=sizes), 0, torch.device("cpu"))
+        if passes == 1:
+            objective.start(moe, batches.used("forget"), batches.used("retain"))
+            with torch.no_grad():
+                moe.theta(0).add_(torch.randn_like(moe.theta(0)))  # or retain losses of rmu and kl are zero
+        loss, of_passes = getattr(objective, f"{kind}_loss"), [batches.of(kind, 0, number) for number in range(passes)]
+        losses[passes] = torch.stack([loss(moe, batch) for batch in of_passes]).mean()
+        alone = [replace(batch, scored_per_pass=None, tokens_per_pass=None) for batch in of_passes]
+        controls[passes] = torch.stack([loss(moe, batch) for batch in alone]).mean()
+    torch.testing.assert_close(losses[2], losses[1])
+    assert losses[1].abs() > 1e-5
+    if name != "npo":  # a mean over documents
+        assert (controls[2] - losses[1]).abs() > 1e-3 * losses[1].abs(), "the control"
 
 
 def test_replay_and_recomputed_activations_go_together(tmp_path):

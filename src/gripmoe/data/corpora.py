@@ -36,7 +36,8 @@ def load_corpus(
     A document is cut after `max_length` tokens. With `whole`, a longer document becomes several rows of at most
     `max_length` tokens, each beginning with the tokenizer's `opening`. With `end_id`, this token ends every document
     and is scored. Raises ConfigError, naming file and line, if there are no documents, if an id is missing or not
-    unique, if a document has no text or fewer than two tokens, or if a prompt leaves no room for text.
+    unique, also among those rows, if a document has no text or fewer than two tokens, or if a prompt leaves no room
+    for text.
     """
     begin = opening(tokenizer)
     if max_length <= len(begin):
@@ -69,6 +70,9 @@ def load_corpus(
         pieces = _pieces(row, max_length, begin) if whole else [cut]
         if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
             raise ConfigError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
+        for piece in pieces:
+            if piece.id != row.id and piece.id in documents:
+                raise ConfigError(f"{path}: {piece.id!r} is also the name of a part of {row.id!r}, a long one; rename it")
         rows += pieces
         if limit is not None and len(rows) >= limit:
             break

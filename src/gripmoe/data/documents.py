@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress, takewhile
 
 import torch
@@ -58,15 +58,19 @@ def opening(tokenizer) -> list[int]:
 
 @dataclass
 class Batch:
-    """Right-padded rows: `input_ids`, `attention_mask` and `labels`, each (rows, positions)."""
+    """Right-padded rows: `input_ids`, `attention_mask` and `labels`, each (rows, positions). Of a pass of a step that
+    has several, `scored_per_pass` and `tokens_per_pass` are the mean numbers of scored and of all tokens of a pass."""
 
     row_ids: list[str]
     input_ids: Tensor
     attention_mask: Tensor
     labels: Tensor
+    scored_per_pass: float | None = None
+    tokens_per_pass: float | None = None
 
     def to(self, device) -> Batch:
-        return Batch(self.row_ids, *(given.to(device) for given in (self.input_ids, self.attention_mask, self.labels)))
+        tensors = ("input_ids", "attention_mask", "labels")
+        return replace(self, **{name: getattr(self, name).to(device) for name in tensors})
 
     @property
     def inputs(self) -> dict[str, Tensor]:

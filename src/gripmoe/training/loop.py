@@ -223,8 +223,11 @@ def _until_met(
 
 
 def layers_of_losses(model: MoEModel, last_layer: int | None, count: int | None) -> list[int]:
-    """The layers up to `last_layer`, the last that the losses look at; or the last `count` of them, which train."""
+    """The layers up to `last_layer`, the last that the losses look at; or the last `count` of them, which train. Raises
+    ConfigError if there are fewer."""
     layers = [layer for layer in model.all_layers if last_layer is None or layer <= last_layer]
+    if count is not None and count > len(layers):
+        raise ConfigError(f"`trained_layers` is {count}, and the losses look at {len(layers)} MoE layers: lower it")
     return layers if count is None else layers[-count:]
 
 

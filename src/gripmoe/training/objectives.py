@@ -100,7 +100,7 @@ class OriginalPredictions:
         # In chunks, whose logits the backward pass computes again: memory does not grow with the batch.
         chunks = zip(wanted_Td.split(TOKENS_PER_CHUNK), hidden_Td.split(TOKENS_PER_CHUNK), strict=True)
         divergence_T = torch.cat([checkpoint(of_chunk, *chunk, use_reentrant=False) for chunk in chunks])
-        return _token_mean(divergence_T, torch.ones_like(divergence_T))
+        return _token_mean(divergence_T, torch.ones_like(divergence_T), batch.scored_per_pass)
 
 
 class KullbackLeibler(GradientDifference):
@@ -120,7 +120,7 @@ class Unlikelihood(GradientDifference):
 
     def forget_loss(self, model, batch) -> Tensor:
         logprobs, scored = token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED
-        return _token_mean(-torch.log1p(EPSILON - logprobs.exp()), scored)
+        return _token_mean(-torch.log1p(EPSILON - logprobs.exp()), scored, batch.scored_per_pass)
 
 
 class NegativePreference(GradientDifference):
@@ -183,11 +183,12 @@ class RepresentationMisdirection:
 
     def forget_loss(self, model, batch) -> Tensor:
         hidden = hidden_states(model, self.layer, batch)
-        return _token_mean((hidden - self.target_d.to(hidden)).square().mean(dim=-1), batch.attention_mask)
+        distances = (hidden - self.target_d.to(hidden)).square().mean(dim=-1)
+        return _token_mean(distances, batch.attention_mask, batch.tokens_per_pass)
 
     def retain_loss(self, model, batch) -> Tensor:
         moved = hidden_states(model, self.layer, batch) - self._hidden.of(**batch.inputs)
-        return _token_mean(moved.square().mean(dim=-1), batch.attention_mask)
+        return _token_mean(moved.square().mean(dim=-1), batch.attention_mask, batch.tokens_per_pass)
 
 
 def make_objective(name: str, settings: dict, seed: int) -> Objective:
@@ -227,9 +228,11 @@ def sequence_logprobs(model: MoEModel, batch: Batch) -> Tensor:
 
 def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
     """Mean negative log-likelihood of the scored tokens."""
-    return _token_mean(-token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED)
+    return _token_mean(-token_logprobs(model, batch), batch.labels[:, 1:] != IGNORED, batch.scored_per_pass)
 
 
-def _token_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Over the tokens of all processes, of which each may have another number, once gradients are averaged."""
-    return (values * mask).sum() / distributed.averaged_(mask.sum().float())
+def _token_mean(values: Tensor, mask: Tensor, per_pass: float | None) -> Tensor:
+    """Over the tokens of all passes of a step, of which each may have another number, once gradients are averaged; or
+    over those of all processes."""
+    count = distributed.averaged_(mask.sum().float()) if per_pass is None else per_pass
+    return (values * mask).sum() / count

@@ -8,7 +8,7 @@ import torch
 
 from gripmoe.config.training import Training
 from gripmoe.data.corpora import Corpora, epoch_rows
-from gripmoe.data.documents import Batch, Row, collate, length_buckets
+from gripmoe.data.documents import IGNORED, Batch, Row, collate, length_buckets
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 
@@ -45,9 +45,14 @@ class StepBatches:
         return f"{self.size('forget')} forget and {self.size('retain')} retain documents a step, in {self._passes}"
 
     def of(self, kind: str, step: int, number: int = 0) -> Batch:
-        """The rows that this process has in a pass of a step."""
-        own = self._rows(kind, step)[distributed.rank() :: distributed.processes()]
-        return collate(own[number :: self.training.gradient_accumulation], self.corpora.pad_id).to(self.device)
+        """The rows that this process has in a pass of a step. Losses weight passes by their tokens, so that a step is
+        the same however its documents are shared out."""
+        rows, passes = self._rows(kind, step), distributed.processes() * self.training.gradient_accumulation
+        own = rows[distributed.rank() :: distributed.processes()][number :: self.training.gradient_accumulation]
+        batch = collate(own, self.corpora.pad_id)
+        batch.scored_per_pass = sum(label != IGNORED for row in rows for label in row.labels[1:]) / passes
+        batch.tokens_per_pass = sum(len(row.ids) for row in rows) / passes
+        return batch.to(self.device)
 
     def used(self, kind: str) -> list[Batch]:
         """All documents that some step draws, by length, and then as in the corpus: so runs of every seed share what is
