@@ -317,10 +317,8 @@ def main() -> None:
     legend = "\n".join(f"- {entry}" for entry in shared_legend([*shown.values()])).replace("*", "\\*")
     parts = ["# Tables of the record\n", *[f"Headings and signs of several tables:\n\n{legend}\n"] * bool(legend)]
     parts += [f"## {title}\n\n{as_markdown(table)}" for title, table in shown.items()]
-    of_claims = measured.of_worlds(*OF_CLAIMS)
-    if not of_claims.empty:
-        before = Record([args.before]).of_worlds(*OF_CLAIMS) if args.before else None
-        statements = claims_table(of_claims) if before is None else replication_table(before, of_claims)
+    statements = statements_of(measured, Record([args.before]) if args.before else None)
+    if statements:
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
         parts.append(f"## Statements\n\n{as_markdown(statements)}")
     write_text(args.output / "tables.md", "\n".join(parts))
@@ -333,6 +331,18 @@ def main() -> None:
         if is_kept and is_whole:
             draw({picture: erasure_frontier(goals(erasure))})
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
+
+
+def statements_of(record: Record, before: Record | None) -> Table | None:
+    """Those that the runs decide; with a record from `before` those that they test again. Of wider routers, those that
+    further base models test; the first two had been seen before."""
+    runs, further = record.of_worlds(*OF_CLAIMS), record.of_worlds("tiny_wide_further")
+    if not runs.empty:
+        return replication_table(before.of_worlds(*OF_CLAIMS), runs, "replication") if before else claims_table(runs)
+    if further.empty:
+        return None
+    wide = record.of_worlds("tiny_wide")
+    return replication_table(wide[~wide.model.isin(further.model)], further, "wide")
 
 
 def draw_pictures(record: Record) -> None:

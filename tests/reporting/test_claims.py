@@ -188,7 +188,7 @@ def test_the_table_counts_what_it_shows():
     data = runs(unconstrained=[0.3, 0.31, 0.29], expert_specific=[0.7, 0.71, 0.72])
     table = claims_table(data)
     verdicts = table.data
-    assert len(table.rows) == len(verdicts) == len(load_claims())
+    assert len(table.rows) == len(verdicts) == sum(not claim.only_in for claim in load_claims().values())
     assert set(verdicts.verdict) <= set(VERDICTS) and (verdicts.verdict == "holds").sum() >= 1
     shown = {cells[1].text for _, cells, _ in table.rows}
     of_one, of_two = stated(right=0.5, relation="<"), stated(margin=0.13)
@@ -324,6 +324,8 @@ def test_the_primary_claims_are_a_family_of_all_that_were_named(monkeypatch):
         monkeypatch.setattr(claims, "load_claims", lambda now=claims_now: now)
         with pytest.raises(ValueError, match="a primary claim was changed"):
             primary_claims()
+        with pytest.raises(ValueError, match="a primary claim was changed"):
+            primary_claims("replication")
 
 
 def on_models(**values):
@@ -335,7 +337,7 @@ def test_further_base_models_test_the_papers_primary_claims_by_themselves():
     again = primary_claims("replication")
     assert set(again) == {name for name in primary_claims() if load_claims()[name].line != "ours"}
     before, more = on_models(a=0.61, b=0.64, c=0.66), on_models(g=0.41, h=0.42, i=0.43)
-    table = replication_table(before, more)
+    table = replication_table(before, more, "replication")
     shown = {label: [cell.text for cell in cells] for label, cells, _ in table.rows}
     asked, first, these, both = shown.pop(load_claims()["routing_collapses"].text)
     assert asked == "< 0.5" and first.startswith("0.64 (") and first.endswith("n = 3: undecided")
@@ -345,6 +347,14 @@ def test_further_base_models_test_the_papers_primary_claims_by_themselves():
     row = table.data.set_index("claim").loc["routing_collapses"]
     assert row.level == pytest.approx(0.05 / len(again)) and row.both_units == 6
     assert row.both_high - row.both_low == pytest.approx(2 * student(pd.Series([0.61, 0.64, 0.66, 0.41, 0.42, 0.43])))
+
+
+def test_a_claim_of_one_family_is_judged_there_alone():
+    own = {name for name, claim in load_claims().items() if claim.only_in == "wide"}
+    assert own and own < set(primary_claims("wide"))
+    data = on_models(a=0.1)
+    assert own.isdisjoint(judged(data).claim) and own < set(judged(data, "wide").claim)
+    assert set(judged(data, "wide").query("primary").claim) == set(primary_claims("wide"))
 
 
 def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_the_claim():

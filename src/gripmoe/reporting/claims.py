@@ -46,6 +46,7 @@ class Claim(Strict):
     kind: Literal["letters", "news"] = "letters"
     unreached: bool = False
     each_objective: bool = False
+    only_in: Name | None = None
 
     @property
     def metric_of_right(self) -> str:
@@ -63,14 +64,14 @@ def load_claims() -> dict[str, Claim]:
 
 
 def primary_claims(family: str = "claims") -> list[str]:
-    """The claims that were named before most runs, or with "replication" those that further base models test again.
+    """The claims that were named before most runs; with "replication" or "wide" those that further base models test.
     Raises ValueError if one of them has been changed since."""
-    named, claims = read_yaml(Path(__file__).with_name("primary.yaml")), load_claims()
+    named, claims = read_yaml(Path(__file__).with_name("primary.yaml"))[family], load_claims()
     given = {name: claim.model_dump(exclude_unset=True) for name, claim in claims.items()}
     rows = json.dumps({name: given.get(name) for name in named["claims"]}, sort_keys=True)
     if (digest := hashlib.sha256(rows.encode()).hexdigest()[:16]) != named["digest"]:
-        raise ValueError(f"primary.yaml: digest {named['digest']} is not {digest}: a primary claim was changed")
-    return named[family]
+        raise ValueError(f"primary.yaml: {family}.digest {named['digest']} is not {digest}: a primary claim was changed")
+    return named["claims"]
 
 
 def differences(runs: pd.DataFrame, claim: Claim, forgot: bool = False) -> pd.Series:
@@ -215,11 +216,12 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: Claim, alpha: float)
 
 
 def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
-    """All claims with their verdicts, one row each. The primary claims (of that `family`) are judged together, by
-    Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the
+    """All claims with their verdicts, one row each, without those of another family alone. The primary claims (of that
+    `family`) are judged together, by Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the
     same level; `fact_set_verdict` takes fact sets as units; `by_objective` has the mean difference under each
     objective."""
-    claims, primary = load_claims(), primary_claims(family)
+    claims = {name: claim for name, claim in load_claims().items() if claim.only_in in (None, family)}
+    primary = primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}
     parts = {name: _parts(found, claims[name]) for name, found in pairs.items()}
     p_values = pd.Series({name: p_of(found) for name, found in parts.items()}, dtype=float)
@@ -282,10 +284,10 @@ def _asked(claim: Claim) -> str:
     return f"{signs[claim.relation]}{claim.margin:g}"
 
 
-def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
-    """The primary claims that `runs` test again: before, on these runs alone, and an estimate from both together."""
-    claims, again = load_claims(), primary_claims("replication")
-    first, found = judged(before), judged(runs, "replication")
+def replication_table(before: pd.DataFrame, runs: pd.DataFrame, family: str) -> Table:
+    """The claims of a family that `runs` test: before, on these runs alone, and an estimate from both together."""
+    claims, again = load_claims(), primary_claims(family)
+    first, found = judged(before, "claims" if family == "replication" else family), judged(runs, family)
     rows = found[found.claim.isin(again)].reset_index(drop=True)
     table = Table(["asked for", "before", "these", "both"], heading="Statement")
     entries, estimates = [], []
@@ -303,10 +305,10 @@ def replication_table(before: pd.DataFrame, runs: pd.DataFrame) -> Table:
     names_of_both = ["both_units", "both_difference", "both_low", "both_high"]
     table.data = rows.join(pd.DataFrame(estimates, columns=names_of_both))
     table.notes = [
-        "Measured value, its interval, the number of base models (n), and the verdict. Before: as in the record, at "
-        "Holm's level among its primary statements. These: further base models with other facts, and the same code, "
-        "settings and kind of model; they alone test the statements again, at Holm's level among them. Both: all base "
-        "models, an estimate with a 95 % interval and without a verdict, because the first half had been seen."
+        "Measured value, its interval, the number of base models (n), and the verdict. Before: base models that had "
+        "been seen when the statements were named, at Holm's level. These: further base models, and the same code, "
+        "settings and kind of model; they alone test the statements, at Holm's level among them. Both: all base "
+        "models, an estimate with a 95 % interval and without a verdict."
     ]
     return table
 
