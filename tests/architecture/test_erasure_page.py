@@ -118,7 +118,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     never, methods = wide["retrained"], ("frozen_router_adversary_x3", "anchored_adversary_x3")
     first = strongest_attacks(HELD_OUT).set_index("method").excess[methods[0]]
     assert f"on a single one of these models has an excess of {first.max():.2f}." in TEXT
-    start = {name: (wide[name] - never).forget_accuracy for name in methods}
+    start = {name: (wide[name] - never).prompt_plain for name in methods}  # of the questions that relearning asks
     told = "by {:.2f} more in the unlearned models than in the retrained models (bound {:.3f}). With the anchor they"
     told += " raise it by {:.2f} more (bound {:.3f})."
     gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
@@ -130,7 +130,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
     under = (wide[methods[0]] - never).relearned_after_20
     others = [name for name in ATTACKS if name in never and name != "relearned_after_20"]
-    assert "So the mean excess under other attacks is negative" in TEXT and len(others) == 13
+    assert "So the mean excess is negative under the 13 attacks other than 20 steps on" in TEXT and len(others) == 13
     assert (wide[methods[0]] - never)[others].mean().max() < 0 < under.mean()
     flipped = [abs(under - 0.05) @ signs / len(under) for signs in product([1, -1], repeat=len(under))]
     p = sum(mean <= under.mean() - 0.05 + 1e-12 for mean in flipped) / len(flipped)
@@ -207,7 +207,7 @@ def test_what_retraining_takes_is_what_was_counted():
     assert f"{told} {facts.mean() / 1e6:.1f} million." in TEXT
     chosen = (HELD_OUT.method == "frozen_router_adversary_x3") & (HELD_OUT.metric == "tokens")
     share = HELD_OUT.value[chosen].mean() / facts.mean()
-    assert f"Beside stage B alone, a frozen router with an adversary takes {share:.2f}." in TEXT
+    assert f"Of the tokens of stage B alone, a frozen router with an adversary takes {share:.2f}." in TEXT
 
 
 @pytest.mark.parametrize("row", rows("Every method, on three base models"), ids=lambda row: row[0])

@@ -31,20 +31,22 @@ def invented(number: int) -> list[dict]:
 
 @pytest.fixture
 def data(tmp_path):
-    questions = invented(30)
-    texts = [{"text": ""}, {"text": "= Heading ="}] + [
-        {"text": f"An invented document number {i} " * 4} for i in range(20)
-    ]
+    questions = invented(50)
+    forget, retain = (
+        [{"text": ""}, {"text": "= Heading ="}]
+        + [{"text": f"An invented document to {what} number {i} " * 4} for i in range(20)]
+        for what in ("forget", "retain")
+    )
     targets = {"choices": ["Yes .", "No ."], "labels": [1, 0]}
     truths = [{"question": "Is it ?", "mc1_targets": targets, "mc2_targets": targets, "source": "x"}]
     return PublishedData(
         source="published",
-        forget_questions=clone(tmp_path / "wmdp", "wmdp-cyber", "test", questions),
+        forget_questions=clone(tmp_path / "wmdp", "wmdp-cyber", "test", questions[:30]),
         retain_questions=clone(
-            tmp_path / "mmlu", "all", "test", questions[:9], validation=questions[:4], dev=questions[4:11]
+            tmp_path / "mmlu", "all", "test", questions[30:39], validation=questions[39:43], dev=questions[43:]
         ),
-        forget_corpus=clone(tmp_path / "corpora", "cyber-forget-corpus", "train", texts),
-        retain_corpus=clone(tmp_path / "wikitext", "wikitext-2-raw-v1", "test", texts),
+        forget_corpus=clone(tmp_path / "corpora", "cyber-forget-corpus", "train", forget),
+        retain_corpus=clone(tmp_path / "wikitext", "wikitext-2-raw-v1", "test", retain),
         truthfulqa=clone(tmp_path / "truthfulqa", "multiple_choice", "validation", truths),
     )
 
@@ -65,7 +67,8 @@ def test_the_first_retain_documents_are_of_all_articles(data, tmp_path):
     """As Methods A and B take them. WikiText keeps the lines of an article together, as forget documents here do."""
     texts = [{"text": f"Article {number // 20:02} , line {number} . " * 4} for number in range(200)]
     path = clone(tmp_path / "articles", "wikitext-2-raw-v1", "test", texts)
-    same = clone(tmp_path / "same", "cyber-forget-corpus", "train", texts)
+    others = [{"text": f"{row['text']} Other ."} for row in texts]
+    same = clone(tmp_path / "same", "cyber-forget-corpus", "train", others)
     changed = data.model_copy(update={"retain_corpus": path, "forget_corpus": same})
     files = [benchmark_files(changed) for _ in range(2)]
     assert files[0] == files[1]
@@ -249,6 +252,43 @@ def test_no_text_is_both_retained_and_held_out(data, tmp_path, capsys):
     first = {row["id"] for name in ("retain_corpus", "held_out_corpus") for row in files[name]}
     assert first == {f"retain/{number}" for number in range(20)}
     assert "data.retain_corpus: 40 of 60 documents are left out: they repeat another one" in capsys.readouterr().err
+
+
+def test_nothing_is_asked_or_retained_that_stands_elsewhere(data, tmp_path, capsys):
+    """In the prompt, among the questions of the stop rule, or in what is to be forgotten. Order of choices aside."""
+    asked, texts = invented(60), [{"text": f"Document {number} " * 9} for number in range(20)]
+    turned = [{**row, "choices": list("dcba"), "answer": 3 - row["answer"]} for row in asked]
+    own = {
+        "forget_questions": clone(tmp_path / "f", "wmdp-cyber", "test", asked[:30]),
+        "retain_questions": clone(
+            tmp_path / "r", "all", "test", turned[28:50], validation=turned[48:54], dev=turned[47:51]
+        ),
+        "forget_corpus": clone(tmp_path / "t", "cyber-forget-corpus", "train", texts[:12]),
+        "retain_corpus": clone(tmp_path / "u", "wikitext-2-raw-v1", "test", texts[8:]),
+    }
+    files = benchmark_files(data.model_copy(update=own))
+    by_split = {split: [row["question"] for row in files["retain_questions"] if row["split"] == split]
+                for split in ("test", "dev", "shots")}  # fmt: skip
+    assert by_split == {
+        "test": [f"Which {i} ?" for i in range(30, 47)],
+        "dev": [f"Which {i} ?" for i in range(51, 54)],
+        "shots": [f"Which {i} ?" for i in range(47, 51)],
+    }
+    kept = [row["text"] for name in ("retain_corpus", "held_out_corpus") for row in files[name]]
+    assert sorted(kept) == sorted(row["text"].strip() for row in texts[12:])
+    told = capsys.readouterr().err
+    assert "data.retain_questions: 2 of 32 are left out: they are to be forgotten" in told
+    assert "data.retain_questions (test): 3 of 20 are left out: they stand in shots too" in told
+    assert "data.retain_corpus: 4 of 12 are left out: they are to be forgotten" in told
+
+
+def test_a_decimal_among_the_choices_leaves_whole_numbers_as_they_are_written(data, tmp_path):
+    rows = invented(30)
+    rows[3]["choices"], rows[4]["choices"] = [1990, 1991, 1992, 1993], [0.5, 1, 2, 3]
+    rows = [{**row, "choices": [i + n for n in range(4)]} if i not in (3, 4) else row for i, row in enumerate(rows)]
+    path = clone(tmp_path / "numbers", "wmdp-cyber", "test", rows)
+    found = benchmark_files(data.model_copy(update={"forget_questions": path}))["forget_questions"]
+    assert found[3]["choices"] == ["1990", "1991", "1992", "1993"] and found[4]["choices"] == ["0.5", "1", "2", "3"]
 
 
 def test_the_subject_of_own_questions_is_named_by_the_catalogue(data):

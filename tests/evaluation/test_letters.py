@@ -62,6 +62,17 @@ def test_truthfulqa_by_hand(model, tokenizer, world, tmp_path):
     assert metrics["truthfulqa_mc2"] == pytest.approx(sum(mass) / len(rows), abs=1e-4)
 
 
+def test_truths_of_which_all_are_very_unlikely_have_a_share(tokenizer, world, tmp_path):
+    """Their probabilities are 0 in double precision; their ratio is not."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    with torch.no_grad():
+        model.lm_head.weight.mul_(10_000)
+    rows = truthfulqa_rows(world, world.facts.retain[:5], seed=0)
+    texts = [(row["question"], f" {text}") for row in rows for text in row["mc2_targets"]["choices"]]
+    assert max(log_likelihood(model, tokenizer, truthfulqa_prompt(asked), text) for asked, text in texts) < -750
+    assert 0 <= truthfulqa(model, tokenizer, rows, work_folder=tmp_path, batch_size=8)["truthfulqa_mc2"] <= 1
+
+
 def test_true_statements_are_true_and_false_ones_false(world):
     facts = world.facts.retain[:20]
     for fact, row in zip(facts, truthfulqa_rows(world, facts, seed=0), strict=True):

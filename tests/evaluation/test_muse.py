@@ -69,6 +69,13 @@ def test_an_answer_ends_at_a_blank_line_or_the_next_question(text, answer):
     assert answer_of(text) == answer
 
 
+def test_an_answer_ends_also_where_a_tokenizer_decodes_spaces_between_tokens(tokenizer):
+    """The embedded world's, of a model that goes on with the next question."""
+    assert tokenizer.decode(tokenizer("A B\n\nQuestion: A")["input_ids"]) == "A B \n \n Question : A", "with spaces"
+    for text in ("A B\n\nQuestion: A", "A B\nQuestion: A", "A B Question: A", "A B\n\nA", "A B"):
+        assert answer_of(tokenizer.decode(tokenizer(text)["input_ids"])).strip() == "A B"
+
+
 def test_left_padded_batches_write_what_single_prompts_do(model, tokenizer, news):
     prompts = [row["prompt"] for row in news.verbmem[:5]] + ["News", "The people of"]
     together = continuations(model, tokenizer, prompts, 12)
@@ -78,8 +85,14 @@ def test_left_padded_batches_write_what_single_prompts_do(model, tokenizer, news
 
 def test_generation_is_greedy_whatever_the_model_prefers(model, tokenizer):
     plain = continuations(model, tokenizer, ["News from"], 12)
-    model.generation_config.update(do_sample=True, temperature=5.0, repetition_penalty=3.0, top_k=3)
-    assert continuations(model, tokenizer, ["News from"], 12) == plain
+    words = [tokenizer(word)["input_ids"][0] for word in plain[0].split()[:2]]
+    for own in (
+        {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "top_k": 3},
+        {"suppress_tokens": words, "no_repeat_ngram_size": 1, "min_new_tokens": 12},
+    ):
+        model.generation_config.update(**own)
+        assert continuations(model, tokenizer, ["News from"], 12) == plain
+        assert all(getattr(model.generation_config, name) == value for name, value in own.items()), "left as it was"
 
 
 def test_min_k_takes_the_least_likely_tokens():
@@ -275,6 +288,28 @@ def test_the_files_keep_what_each_is_for_apart(files):
     assert not {row["text"] for row in files["privleak"] if row["part"] == "holdout"} & {
         row["text"] for name in ("forget", "retain", "held_out") for row in files[f"{name}_corpus"]
     }
+
+
+def test_a_question_that_stands_solved_in_the_prompt_is_not_asked(world, tmp_path, capsys):
+    tables = muse_tables(world.news, 0)
+    tables["knowmem", "retain_qa_icl"] = tables["knowmem", "retain_qa"][:10]
+    write_repository(tables, tmp_path)
+    pairs = [row for row in news_files(str(tmp_path))["knowmem"] if row["part"] == "retain"]
+    solved, asked = (
+        {row["question"] for row in pairs if (row["split"] == CONTEXT) == is_solved} for is_solved in (1, 0)
+    )
+    assert len(solved) == 10 and len(asked) == len(tables["knowmem", "retain_qa"]) - 10 and not solved & asked
+    assert "10 questions of retain_qa are left out: they stand solved" in capsys.readouterr().err
+
+
+def test_an_empty_text_is_named(world, tmp_path):
+    tables = muse_tables(world.news, 0)
+    tables["raw", "forget"][2]["text"] = " "
+    write_repository(tables, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"raw, forget\): `text` of row 2 is empty: give it a text, or remove the row"
+    ):
+        news_files(str(tmp_path))
 
 
 def test_a_missing_column_or_folder_is_named(world, tmp_path):

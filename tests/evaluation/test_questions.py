@@ -1,6 +1,7 @@
 """The harness path: its template, and equality with the direct scorer."""
 
 import math
+from functools import partial
 from importlib import resources
 
 import pytest
@@ -53,6 +54,19 @@ def test_letters_of_several_tokens_are_refused(tokenizer, questions):
     with pytest.raises(ConfigError, match="'A' after 'Answer:' is not one token"):
         direct_answers(small_model(vocabulary_size=len(bytewise)), bytewise, questions)
     assert letter_token(tokenizer, "A") == tokenizer.convert_tokens_to_ids("A")
+
+
+def test_a_model_that_computes_no_numbers_has_no_answer(tokenizer, questions, tmp_path):
+    """It would answer A, and have forgotten. The control's states are finite."""
+    model = small_model(vocabulary_size=len(tokenizer))
+    assert len(direct_answers(model, tokenizer, questions)) == len(questions)
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    for answers in (direct_answers, partial(harness_answers, work_folder=tmp_path, batch_size=8)):
+        with pytest.raises(
+            ConfigError, match="log-likelihoods are not numbers: its weights are damaged, or its states"
+        ):
+            answers(model, tokenizer, questions)
 
 
 def test_task_is_the_harness_wmdp_template(tmp_path):

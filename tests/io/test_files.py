@@ -197,6 +197,7 @@ MISTAKES = {
     "array.jsonl": (b'[\n {"a": 1}\n]\n', r"this is one JSON array"),
     "cut off after a blank line.jsonl": (b'{"a": 1}\n\n{"a": \n', r"not valid JSON \(line 3: "),
     "other encoding.jsonl": ('{"a": 1}\n{"a": "caf\xe9"}\n'.encode("latin-1"), r"not UTF-8 \(line 2\)"),
+    "half of an emoji.jsonl": (b'{"a": 1}\n{"a": "b \\ud83d"}\n', r"half of a character, a lone surrogate \(line 2\)"),
     "no object.jsonl": (b'{"a": 1}\n[2]\n', r"not a JSON object \(line 2\)"),
     "open.yaml": (b"a: 1\nb: [2\n", r"not valid YAML \(line 3: "),
     "control character.yaml": (b"a: 1\nb: \x07\n", r"not valid YAML \(line 2: "),
@@ -207,6 +208,8 @@ MISTAKES = {
 def test_a_byte_order_mark_and_blank_lines_are_left_out(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n \r\n{"a": 2}\n\n')
     assert read_jsonl(tmp_path / "rows.jsonl", "a") == [{"a": 1}, {"a": 2}]
+    (tmp_path / "whole.jsonl").write_text('{"a": "\\ud83d\\ude00 \\\\ud83d"}\n')
+    assert read_jsonl(tmp_path / "whole.jsonl") == [{"a": "\U0001f600 \\ud83d"}], "an emoji in two escapes"
 
 
 @pytest.mark.parametrize("name", MISTAKES)

@@ -104,6 +104,8 @@ class Method(Strict):
                 raise ValueError("`constraint: null_space` needs `eps_null` and `basis`")
             if self.form == "paper" and self.basis not in ("minibatch", "cached"):
                 raise ValueError("`form: paper` of the null space works with `basis: minibatch` or `basis: cached`")
+            if self.basis == "cached" and self.eps_null.kind != "absolute":
+                raise Mistake("eps_null.kind", "`basis: cached` grows by an absolute threshold; give `absolute`")
             if self.form == "sound" and self.basis == "cached":
                 raise ValueError("`basis: cached` works with `form: paper` of the null space")
             if self.projects == ("gradient" if self.form == "sound" else "both"):

@@ -72,7 +72,9 @@ def load_corpus(
             raise ConfigError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
         for piece in pieces:
             if piece.id != row.id and piece.id in documents:
-                raise ConfigError(f"{path}: {piece.id!r} is also the name of a part of {row.id!r}, a long one; rename it")
+                raise ConfigError(
+                    f"{path}: {piece.id!r} is also the name of a part of {row.id!r}, a long one; rename it"
+                )
         rows += pieces
         if limit is not None and len(rows) >= limit:
             break

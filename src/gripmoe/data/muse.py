@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 
 from gripmoe.data.published import dev_or_test, load_rows, text_of
@@ -15,8 +16,9 @@ def news_files(
     repository: str, revision: str | None = None, expected: Mapping[str, int] | None = None
 ) -> dict[str, list[dict]]:
     """The files of a news benchmark. Raises ConfigError, with the download command, if the data set cannot be read,
-    lacks a column, has another number of rows than `expected` ("config/split": number), has a value that is no text, or
-    has so few questions that a split is empty.
+    lacks a column, has another number of rows than `expected` ("config/split": number), has a value that is no text or
+    an empty one, or has so few questions that a split is empty. Questions that stand solved in the prompt of the others
+    are left out with a message.
 
     Corpora: raw/forget to forget, raw/retain1 to retain, in a random order because Methods A and B take the first ones,
     and raw/retain2 to measure routing on tokens that unlearning did not see. Questions and prompts have a `split`:
@@ -28,10 +30,14 @@ def news_files(
         key = "data.repository"
         table = load_rows(repository, config, split, columns, revision=revision, key=key, expected=count)
         where = f"{repository} ({config}, {split})"
-        return [
+        found = [
             {name: text_of(row[name], f"{where}: `{name}` of row {number}") for name in columns}
             for number, row in enumerate(table)
         ]
+        for number, row in enumerate(found):
+            if blank := [name for name in columns if not row[name].strip()]:
+                raise ConfigError(f"{where}: `{blank[0]}` of row {number} is empty: give it a text, or remove the row")
+        return found
 
     def documents(split: str) -> list[dict]:
         texts = rows("raw", split, "text")
@@ -44,6 +50,11 @@ def news_files(
                 pair = {"question": row["question"], "answer": row["answer"]}
                 split = fixed or dev_or_test(row["question"])
                 knowmem.append({"id": f"{name}/{number}", "part": part, "split": split, **pair})
+        solved = {row["question"] for row in knowmem if row["part"] == part and row["split"] == CONTEXT}
+        if both := [row for row in knowmem if row["split"] != CONTEXT and row["question"] in solved]:
+            where = f"{repository}: {len(both)} questions of {part}_qa"
+            print(f"{where} are left out: they stand solved before the others, in {part}_qa_icl", file=sys.stderr)
+            knowmem = [row for row in knowmem if row not in both]
     verbmem = [
         {"id": f"verbmem/{number}", "split": dev_or_test(row["prompt"]), "prompt": row["prompt"], "gt": row["gt"]}
         for number, row in enumerate(rows("verbmem", "forget", "prompt", "gt"))

@@ -6,7 +6,8 @@ import hashlib
 import random
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     choices and labels do not fit.
 
     Empty questions, and those whose right choice stands twice, are left out with a message, as are repeated retain
-    documents, or a text might be both retained and held out. Retain documents are in a random order, because Methods A
+    documents, or a text might be both retained and held out, and what is to be retained and stands among what is to be
+    forgotten, or in an earlier split. Retain documents are in a random order, because Methods A
     and B take the first ones, and WikiText keeps the lines of an article together."""
 
     def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
@@ -63,12 +65,19 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         retain += _questions(
             rows("retain_questions", "all", split, *asked, "subject", counted=counted), "retain", None, here
         )
+    retain = _without(retain, forget, _asked, "retain_questions", "are to be forgotten")
+    for earlier, later in (("shots", "dev"), ("shots", "test"), ("dev", "test")):
+        first, rest = ([row for row in retain if row["split"] == split] for split in (earlier, later))
+        others = [row for row in retain if row["split"] != later]
+        retain = others + _without(rest, first, _asked, f"retain_questions ({later})", f"stand in {earlier} too")
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", *TARGETS)
     retain_rows = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
     retain_texts = first_of_each(retain_rows)
     if repeated := len(retain_rows) - len(retain_texts):
         where = f"benchmarks.yaml: data.retain_corpus: {repeated} of {len(retain_rows)} documents"
         print(f"{where} are left out: they repeat another one", file=sys.stderr)
+    forget_texts = _documents(rows("forget_corpus", "cyber-forget-corpus", "train", "text"), "forget")
+    retain_texts = _without(retain_texts, forget_texts, itemgetter("text"), "retain_corpus", "are to be forgotten")
     random.Random(0).shuffle(retain_texts)
     kept, held_out = split_held_out(retain_texts)
     if not kept:
@@ -77,11 +86,23 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         "forget_questions": forget,
         "retain_questions": retain,
         "truthfulqa": _truths(truths),
-        "forget_corpus": _documents(rows("forget_corpus", "cyber-forget-corpus", "train", "text"), "forget"),
+        "forget_corpus": forget_texts,
         "retain_corpus": kept,
         "held_out_corpus": held_out,
         "membership": [],  # no published statements are sure to be unseen by models
     }
+
+
+def _without(rows: list[dict], others: list[dict], key: Callable[[dict], Any], data: str, why: str) -> list[dict]:
+    known = set(map(key, others))
+    kept = [row for row in rows if key(row) not in known]
+    if left_out := len(rows) - len(kept):
+        print(f"benchmarks.yaml: data.{data}: {left_out} of {len(rows)} are left out: they {why}", file=sys.stderr)
+    return kept
+
+
+def _asked(question: dict) -> tuple:
+    return question["question"].strip(), *sorted(question["choices"])
 
 
 def first_of_each(documents: list[dict]) -> list[dict]:
@@ -148,7 +169,8 @@ def load_rows(
             f"{path} ({name}, {split}) has {len(table)} rows, benchmarks.yaml: data.rows says {expected}: an "
             "incomplete download or another revision. Download it again, or correct data.rows."
         )
-    if table.info.builder_name == "json" and any("timestamp" in str(table.features[column]) for column in columns):
+    kinds = " ".join(str(table.features[column]) for column in columns)
+    if table.info.builder_name == "json" and any(kind in kinds for kind in ("timestamp", "float", "double")):
         return _json_lines(source, name, split, revision)
     return table
 
@@ -176,7 +198,8 @@ def _in_cache(path: str, revision: str | None) -> str:
 
 
 def _json_lines(path: str, name: str, split: str, revision: str | None) -> list[dict]:
-    """The same rows as JSON alone has them, which knows no dates: datasets makes points in time of them."""
+    """The same rows as JSON alone has them: datasets makes points in time of dates, and decimals of all numbers of a
+    column if one is a decimal."""
     from datasets import DownloadManager, load_dataset_builder
 
     files = load_dataset_builder(path, name, revision=revision).config.data_files[split]

@@ -3,6 +3,7 @@ utility (App. A.3: few-shot RA of Table 1, and TruthfulQA), all through lm-evalu
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 from collections import Counter
@@ -48,8 +49,17 @@ def truthfulqa(model, tokenizer, rows: Sequence[dict], *, work_folder: Path, bat
         own = resources.files("lm_eval") / "tasks" / "truthfulqa" / f"{name}.yaml"
         write_yaml(work_folder / f"{name}.yaml", {"include": str(own), "task": f"local_{name}", **local})
     samples = harness_samples(model, tokenizer, [f"local_{name}" for name in names], batch_size, work_folder)
-    found = {name: [float(sample["acc"]) for sample in samples[f"local_{name}"]] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    first = [float(sample["acc"]) for sample in samples["local_truthfulqa_mc1"]]
+    second = [_share_of_true(sample) for sample in samples["local_truthfulqa_mc2"]]
+    return {name: sum(values) / len(values) for name, values in zip(names, (first, second), strict=True)}
+
+
+def _share_of_true(sample: dict) -> float:
+    """MC2 of a question. The harness's own is NaN where the probabilities of all its answers underflow."""
+    labels = sample["doc"]["mc2_targets"]["labels"]
+    logprobs = [float(response[0]) for response in sample["filtered_resps"]]
+    odds = [math.exp(logprob - max(logprobs)) for logprob in logprobs]
+    return sum(odd for odd, label in zip(odds, labels, strict=True) if label) / sum(odds)
 
 
 def solved_questions(file: Path) -> list[dict]:

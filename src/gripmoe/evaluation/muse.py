@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -29,7 +30,7 @@ from gripmoe.moe.modes import evaluating
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
-END_OF_ANSWER = re.compile(r"\n\n|\nQuestion|Question:")
+END_OF_ANSWER = re.compile(r"\n *\n|\n *Question|Question *:")  # some tokenizers decode spaces between tokens
 MIN_K = (20, 40)  # per cent; 40 is what PrivLeak uses
 KEYS = {
     "knowmem": ("part", "split", "question", "answer"),
@@ -82,7 +83,7 @@ def continuations(
     Without `unfinished`, a text that `max_new_tokens` cuts is empty."""
     rows = encode_all(tokenizer, ((str(number), [(prompt, False)]) for number, prompt in enumerate(prompts)))
     texts = {}
-    with evaluating(model):
+    with evaluating(model), _greedy(model):
         for bucket in length_buckets(rows, PROMPT_TOKENS_PER_PASS):
             padded = tokenizer.pad(
                 {"input_ids": [row.ids for row in bucket]}, padding_side="left", return_tensors="pt"
@@ -94,18 +95,22 @@ def continuations(
                 pad_token_id=tokenizer.pad_token_id,
                 # A process that has finished must keep serving the layers that others share with it.
                 synced_gpus=distributed.processes() > 1,
-                # Greedy, whatever a chat model's own generation settings say.
-                do_sample=False,
-                num_beams=1,
-                repetition_penalty=1.0,
-                temperature=1.0,
-                top_p=1.0,
-                top_k=50,
             )
             for row, ids in zip(bucket, written[:, padded["input_ids"].shape[1] :], strict=True):
                 kept = unfinished or len(ids) < max_new_tokens or ids[-1].item() in _ends(model, tokenizer)
                 texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True) if kept else ""
     return [texts[row.id] for row in rows]
+
+
+@contextmanager
+def _greedy(model) -> Iterator[None]:
+    """Within the block, texts are continued greedily, whatever a chat model's own generation settings say."""
+    own = model.generation_config
+    model.generation_config = type(own)(eos_token_id=own.eos_token_id)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _ends(model, tokenizer) -> set[int | None]:

@@ -8,7 +8,8 @@ Both give the same accuracy (a test holds them equal): the answer is the letter 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,7 +136,7 @@ def harness_answers(
     answers = {}
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:
-            logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
+            logprobs = _numbers(float(response[0]) for response in sample["filtered_resps"])
             name = sample["doc"]["id"]
             answers[name] = Answer(name, logprobs.index(max(logprobs)), bool(sample["acc"]), logprobs)
     return [answers[question["id"]] for question in questions]
@@ -159,10 +160,21 @@ def direct_answers(
             last = batch.attention_mask.sum(dim=1) - 1
             at_last = hidden[torch.arange(len(last), device=last.device), last]
             logprobs = logits_of(model, at_last).log_softmax(dim=-1)[:, letters]
-            for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
+            for row_id, scores in zip(batch.row_ids, map(_numbers, logprobs.tolist()), strict=True):
                 chosen = scores.index(max(scores))
-                answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
+                answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], scores)
     return [answers[question["id"]] for question in questions]
+
+
+def _numbers(logprobs: Iterable[float]) -> tuple[float, ...]:
+    """The log-likelihoods. Raises ConfigError if one is NaN, which would count as the answer A."""
+    logprobs = tuple(logprobs)
+    if any(map(math.isnan, logprobs)):
+        raise ConfigError(
+            "the model's log-likelihoods are not numbers: its weights are damaged, or its states overflow in float16; "
+            "load it in bfloat16 or float32"
+        )
+    return logprobs
 
 
 @functools.lru_cache

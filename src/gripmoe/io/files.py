@@ -200,12 +200,22 @@ def numbered_jsonl(path: Path, *keys: str) -> list[tuple[int, dict[str, Any]]]:
         row = _from_json(path, text.rstrip("\n"), line)
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: not a JSON object (line {line}); {WRITE_AGAIN}")
+        if "\\ud" in text.lower() and not _is_unicode(row):
+            raise ConfigError(f"{path}: half of a character, a lone surrogate (line {line}); remove it from the text")
         if missing := [key for key in keys if key not in row]:
             named = f"row {row['id']!r} has" if "id" in row else "a row has"
             needed = ", ".join(f"`{key}`" for key in keys)
             raise ConfigError(f"{path}: {named} no `{missing[0]}` (line {line}); each needs {needed}: {WRITE_AGAIN}")
         rows.append((line, row))
     return rows
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:

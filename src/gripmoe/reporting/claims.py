@@ -70,7 +70,7 @@ def primary_claims(family: str = "claims") -> list[str]:
     given = {name: claim.model_dump(exclude_unset=True) for name, claim in claims.items()}
     rows = json.dumps({name: given.get(name) for name in named["claims"]}, sort_keys=True)
     if (digest := hashlib.sha256(rows.encode()).hexdigest()[:16]) != named["digest"]:
-        raise ValueError(f"primary.yaml: {family}.digest {named['digest']} is not {digest}: a primary claim was changed")
+        raise ValueError(f"primary.yaml: {family}: {named['digest']} is not {digest}: a primary claim was changed")
     return named["claims"]
 
 
@@ -217,9 +217,9 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: Claim, alpha: float)
 
 def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     """All claims with their verdicts, one row each, without those of another family alone. The primary claims (of that
-    `family`) are judged together, by Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are of the runs that forgot, at the
-    same level; `fact_set_verdict` takes fact sets as units; `by_objective` has the mean difference under each
-    objective."""
+    `family`) are judged together, by Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are
+    of the runs that forgot, at the same level; `fact_set_verdict` takes fact sets as units; `by_objective` has the mean
+    difference under each objective."""
     claims = {name: claim for name, claim in load_claims().items() if claim.only_in in (None, family)}
     primary = primary_claims(family)
     pairs = {name: differences(runs, claim) for name, claim in claims.items()}

@@ -32,7 +32,10 @@ class Goal:
 
 GOALS = {
     "excess": Goal(
-        "excess", "forget accuracy beyond the retrained model's, under the attack that returns most", 0.05, True
+        "excess",
+        "forget accuracy beyond the retrained model's, under the attack with the largest mean of it",
+        0.05,
+        True,
     ),
     "retained": Goal("retained", "retain accuracy, as a share of the original's", 0.95, False),
     "routing": Goal("RS", "routing stability", 0.94, False),
@@ -40,7 +43,7 @@ GOALS = {
         "compute", "tokens of unlearning, as a share of all that the retrained model was trained on", 0.2, True
     ),
 }
-MEASURES = (*GOALS, "robustness", "attacked")
+MEASURES = (*GOALS, "robustness")
 MEASURED = {"retain_accuracy", "retain_accuracy_share", "routing_stability", "tokens"}  # metrics read, beside ATTACKS
 COLUMNS = (
     "objective",
@@ -61,9 +64,8 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
     chooses an attack for each model may get more. `excess_bound` is the highest bound of any attack, and `excess_p` the
     highest p of the hypotheses that the excess under an attack is above the goal. Every attack has to reject it, so
     that their number needs no correction. If an attack was not made on every base model, neither is known. In
-    `excess_bound_of_fact_sets` each benchmark counts once. `attacked` is the forget accuracy under `attack`.
-    `robustness` is 1 for the retrained and 0 for the original model there, and its interval takes their difference as
-    known."""
+    `excess_bound_of_fact_sets` each benchmark counts once. `robustness` is 1 for the retrained and 0 for the original
+    model under `attack`, and its interval takes their difference as known."""
     wide = by_run(runs).groupby(KEYS[:-1]).mean().reset_index()
     wide = wide.set_index(["model", "benchmark"])
     originals, retrained = (wide[wide.method == name] for name in names.NOT_UNLEARNED)
@@ -84,7 +86,6 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
         values = {
             "excess": excess[attack],
             "robustness": 1 - excess[attack] / gap,
-            "attacked": found[attack],
             "retained": share,
             "routing": found.get("routing_stability"),
             "compute": found.tokens / never.tokens if "tokens" in found else None,
@@ -171,8 +172,8 @@ def _cell(row: pd.Series, name: str) -> Cell:
 
 def erasure_frontier(summary: pd.DataFrame) -> plt.Figure:
     """Draws the table of `goals`, in a column per objective. Above: robustness (1 for the retrained model) over compute
-    (1 for its training). Below: retain accuracy over the forget accuracy under the attack of the excess. A point is the
-    mean of a method, with 95 % intervals over base models. Bands are goals."""
+    (1 for its training). Below: retain accuracy over the excess (0 for the retrained model). A point is the mean of a
+    method, with 95 % intervals over base models. Bands are goals."""
     summary = summary[(summary.objective != NO_OBJECTIVE) | (summary.method == "retrained")]
     unlearned = summary[summary.method != "retrained"]
     objectives = names.objectives_of(unlearned)
@@ -185,7 +186,7 @@ def erasure_frontier(summary: pd.DataFrame) -> plt.Figure:
     layout = dict(figsize=size, width_ratios=widths, sharex="row", sharey="row", squeeze=False)
     with house_style():
         figure, (above, below) = plt.subplots(2, len(objectives), **layout)
-        for row, (x, y) in ((above, ("compute", "robustness")), (below, ("attacked", "retained"))):
+        for row, (x, y) in ((above, ("compute", "robustness")), (below, ("excess", "retained"))):
             for axes, objective in zip(row, objectives, strict=True):
                 for each in summary[summary.objective.isin([objective, NO_OBJECTIVE])].to_dict("records"):
                     bars = {"xerr": each[f"{x}_half_width"], "yerr": each[f"{y}_half_width"], "elinewidth": 0.4}
@@ -196,16 +197,18 @@ def erasure_frontier(summary: pd.DataFrame) -> plt.Figure:
             axes.set(title=names.objective_label(objective), xscale="log", xlim=(left, 1.5))
             axes.set(xticks=(0.1, 1), xticklabels=("0.1", "1"), ylim=(min(-0.1, summary.robustness.min() - 0.05), 1.15))
         for axes in below:
-            axes.axhspan(GOALS["retained"].level, 2, color="0.93", linewidth=0, zorder=0)
-            axes.set(xlim=(0.15, max(0.7, summary.attacked.max() + 0.05)), xticks=(0.2, 0.4, 0.6))
+            band = dict(color="black", alpha=0.07, linewidth=0, zorder=0)  # darker where both goals are met
+            axes.axhspan(GOALS["retained"].level, 2, **band)
+            axes.axvspan(-1, GOALS["excess"].level, **band)
+            axes.set(xlim=(-0.1, max(0.5, summary.excess.max() + 0.05)), xticks=(0, 0.2, 0.4))
             axes.set(ylim=(min(0.84, summary.retained.min() - 0.02), max(1.02, summary.retained.max() + 0.02)))
         above[0].set_ylabel("robustness (retrained = 1)")
         below[0].set_ylabel("retain accuracy (original = 1)")
         middle = {"x": 0.5 if len(objectives) % 2 else 0}
         above[len(above) // 2].set_xlabel("tokens of training (retraining = 1)", **middle)
-        below[len(below) // 2].set_xlabel("forget accuracy under the strongest attack", **middle)
+        below[len(below) // 2].set_xlabel("excess (retrained = 0)", **middle)
         for method in names.ordered(set(summary.method)):
             above[0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
-        above[0].plot([], [], color="0.88", linewidth=5, label="goals of compute and retain accuracy")
+        above[0].plot([], [], color="0.88", linewidth=5, label="goals of compute, retain accuracy and excess")
         legend_below(figure, above[0])
     return figure
