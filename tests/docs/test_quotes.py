@@ -94,17 +94,6 @@ def test_a_sentence_is_found_across_lines():
     assert script["pattern"]("It keeps {} of it, and {}.").search(page).groups() == ("3", "4")
 
 
-def test_what_the_record_says_of_single_models_of_news_is_so():
-    """ "Below 10 for one base model at least, and above 65 for another", under KL; and five undecided statements."""
-    runs = load_runs(ROOT / "docs" / "record" / "runs.csv", kind="news")
-    kl = runs[(runs.objective == "kl") & (runs.metric == "knowmem_retain")].pivot(
-        index="model", columns="method", values="value"
-    )
-    assert kl.shape == (6, 7) and (kl.min() < 10).all() and (kl.max() > 65).all()
-    claims = pd.read_csv(ROOT / "docs" / "record" / "claims.csv").set_index("claim").verdict
-    assert (claims[claims.index.str.startswith("muse_")] == "undecided").sum() == 5
-
-
 def test_the_settings_that_the_record_tells_are_those_of_its_world():
     page, project = (
         (ROOT / "docs" / "record_method.md").read_text(encoding="utf-8"),
