@@ -455,8 +455,8 @@ def test_the_table_of_further_base_models_is_its_records(row):
 
 def test_the_earlier_test_is_summed_up_by_its_table():
     first, ours = (by_method(FURTHER).loc[name] for name in ("frozen_router_adversary_x3", "anchored_adversary_x3"))
-    told = "an excess of {:.2f} (bound {:.3f}) for the anchored method. A frozen router with an adversary, measured there"
-    told += " post hoc, has {:.2f} (bound {:.3f})."
+    told = "an excess of {:.2f} (bound {:.3f}) for the anchored method. A frozen router with an adversary, measured"
+    told += " there post hoc, has {:.2f} (bound {:.3f})."
     assert told.format(ours.excess, ours.excess_bound, first.excess, first.excess_bound) in TEXT
 
 

@@ -4,12 +4,10 @@ import re
 import runpy
 from pathlib import Path
 
-import pandas as pd
 import pytest
 
 from gripmoe.config.project import Project
 from gripmoe.io.files import read_yaml
-from gripmoe.reporting.runs import load_runs
 
 ROOT = Path(__file__).parents[2]
 script = runpy.run_path(str(ROOT / "workflow" / "quote.py"))

@@ -3,7 +3,7 @@ remedy."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from gripmoe.config.catalogues import CATALOGUES
@@ -12,6 +12,7 @@ from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.errors import ConfigError
 
 if TYPE_CHECKING:
+    from gripmoe.config.models import ModelConfig
     from gripmoe.config.project import Project
 
 
@@ -84,9 +85,7 @@ def _check_retrained(project: Project, name: str) -> None:
     retrained = project.models[model.retrained]
     if retrained.source != "embedded" or retrained.trained_on != "retain_only":
         raise ConfigError(f"{where}: {model.retrained!r} is not an embedded model with `trained_on: retain_only`")
-    alike = ("family", "size", "world_seed", "base")
-    if differing := [key for key in alike if getattr(retrained, key) != getattr(model, key)]:
-        raise ConfigError(f"{where}: {model.retrained!r} has another `{differing[0]}`")
+    _require_alike(model, retrained, ("family", "size", "world_seed", "base"), f"{where}: {model.retrained!r}")
 
 
 def _check_finetuned(project: Project, name: str) -> None:
@@ -100,9 +99,8 @@ def _check_finetuned(project: Project, name: str) -> None:
         raise ConfigError(f"{where}.retrained: {model.retrained!r} is not finetuned on {model.benchmark!r}")
     if retrained.trained_on != "retain_only":
         raise ConfigError(f"{where}.retrained: {model.retrained!r} needs `trained_on: retain_only`")
-    alike = (key for key in type(model).model_fields if key not in ("trained_on", "retrained"))
-    if differing := [key for key in alike if getattr(retrained, key) != getattr(model, key)]:
-        raise ConfigError(f"{where}.retrained: {model.retrained!r} has another `{differing[0]}`")
+    alike = [key for key in type(model).model_fields if key not in ("trained_on", "retrained")]
+    _require_alike(model, retrained, alike, f"{where}.retrained: {model.retrained!r}")
     if model.batch_size % (processes := project.processes(name)):
         raise ConfigError(
             f"{project.world_file}: gpus.{name}: batch_size of the model in models.yaml is {model.batch_size}, which "
@@ -117,11 +115,14 @@ def _check_base(project: Project, name: str) -> None:
     if model.source == "embedded" and model.base:
         require_known(model.base, project.models, where)
         base = project.models[model.base]
-        alike = ("source", "family", "size", "world_seed")
         if base.source != "embedded" or base.trained_on != "skills":
             raise ConfigError(f"{where}: {model.base!r} is not an embedded model with `trained_on: skills`")
-        if differing := [key for key in alike if getattr(base, key) != getattr(model, key)]:
-            raise ConfigError(f"{where}: {model.base!r} has another `{differing[0]}`")
+        _require_alike(model, base, ("source", "family", "size", "world_seed"), f"{where}: {model.base!r}")
+
+
+def _require_alike(model: ModelConfig, other: ModelConfig, keys: Iterable[str], where: str) -> None:
+    if differing := [key for key in keys if getattr(other, key) != getattr(model, key)]:
+        raise ConfigError(f"{where} has another `{differing[0]}`")
 
 
 def _check_training(project: Project) -> None:

@@ -41,21 +41,23 @@ def build(
     if method.attributes:
         attributed = attributed_expert(forget, [layer for layer in forget if layers is None or layer in layers])
     scope = {attributed[0]: [attributed[1]]} if method.experts == "top_attributed" else None
-    if method.constraint == "router_l2":
-        return Built(RouterL2(method.weight), scope)
-    if method.constraint == "gate_anchor":
-        return Built(GateAnchor(*attributed, method.weight, alone=scope is not None), scope)
-    if method.constraint == "routing_scores":
-        return Built(RoutingScores(method.weight), scope)
-    if method.constraint == "anchor":
-        anchor = Anchored(method.routing_stability, method.anchor_floor, method.final_only)
-        return Built(anchor, scope)
-    if method.constraint == "null_space":
-        if not method.has_bases:
-            return Built(null_space_of(method, retain, None, seed), scope)
-        trace = constrained_trace(method, retain, forget)
-        return Built(null_space_of(method, trace, bases(trace), seed), scope)
-    return Built(FrozenRouter() if method.constraint == "frozen" else Unconstrained(), scope)
+    match method.constraint:
+        case "frozen":
+            constraint = FrozenRouter()
+        case "router_l2":
+            constraint = RouterL2(method.weight)
+        case "gate_anchor":
+            constraint = GateAnchor(*attributed, method.weight, alone=scope is not None)
+        case "routing_scores":
+            constraint = RoutingScores(method.weight)
+        case "anchor":
+            constraint = Anchored(method.routing_stability, method.anchor_floor, method.final_only)
+        case "null_space":
+            trace = constrained_trace(method, retain, forget) if method.has_bases else retain
+            constraint = null_space_of(method, trace, bases(trace) if method.has_bases else None, seed)
+        case _:
+            constraint = Unconstrained()
+    return Built(constraint, scope)
 
 
 def held_bytes(thing: object) -> int:

@@ -60,13 +60,6 @@ def tensor_file(
                 raise ValueError(f"{path}: {name} was announced with shape {shapes[name][1]} and got other rows")
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors that are in memory, with `tensor_file`."""
-    with tensor_file(path, {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()}, metadata) as put:
-        for name, tensor in tensors.items():
-            put(name, tensor)
-
-
 def metadata_of(file: safe_open) -> dict[str, str]:
     return json.loads((file.metadata() or {}).get(METADATA, "{}"))
 

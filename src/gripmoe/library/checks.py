@@ -35,11 +35,15 @@ def warn_of_balancing(model: nn.Module, arguments: Any = None) -> None:
         )
 
 
-def check_given(name: str, batches: Sequence[Batch], method: Method | None = None) -> None:
-    """Raises ValueError if there are no batches of `retain`, or none of `forget` for a method that looks at them."""
-    if name == "retain" and not batches:
+def check_retain(batches: Sequence[Batch]) -> None:
+    """Raises ValueError if there are no batches."""
+    if not batches:
         raise ValueError("`retain` holds nothing to trace: no batches were given")
-    if name == "forget" and method and method.looks_at_forget and not batches:
+
+
+def check_forget(batches: Sequence[Batch], method: Method) -> None:
+    """Raises ValueError if there are no batches for a method that looks at them."""
+    if method.looks_at_forget and not batches:
         raise ValueError("this method looks at what is to be forgotten: give batches of it as `forget`")
 
 

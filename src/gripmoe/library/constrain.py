@@ -33,8 +33,9 @@ from gripmoe.io import distributed
 from gripmoe.library.checks import (
     check_adapters,
     check_experts,
-    check_given,
+    check_forget,
     check_original,
+    check_retain,
     check_routers,
     warn_if_nothing_moves,
     warn_of_balancing,
@@ -121,7 +122,7 @@ def constrain(
             for name, data in (("retain", retain), ("forget", forget))
         )
         trace = checked_trace(moe, to_retain, kept=method.has_bases)
-        check_given("forget", to_forget, method)
+        check_forget(to_forget, method)
         if method.looks_at_forget and not any(counted_tokens(batch.attention_mask).any() for batch in to_forget):
             raise ValueError("no forget token counts: padding does not, and neither does the first of each row")
         built = build(
@@ -177,7 +178,7 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
 def checked_trace(moe: MoEModel, retain: Sequence[Batch], *, kept: bool) -> RoutingTrace:
     """The routing of retain batches by layer; empty unless `kept`, since it takes some 0.4 MB a token in
     Qwen3-30B-A3B. Raises ValueError if no token counts, or if routers see what is not finite."""
-    check_given("retain", retain)
+    check_retain(retain)
     parts, count = [], 0
     with closing(moe.traced(retain)) as found:  # or its hooks would stay as long as an error does
         for part in found:

@@ -20,7 +20,7 @@ from gripmoe.data.batches import batches_of, holds_texts, listed
 from gripmoe.data.documents import Batch
 from gripmoe.io import distributed
 from gripmoe.io.files import atomic_path
-from gripmoe.library.checks import check_given, warn_of_balancing
+from gripmoe.library.checks import check_forget, check_retain, warn_of_balancing
 from gripmoe.library.constrain import Data, checked_method, constrain, constrain_again
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import unwrapped
@@ -160,7 +160,7 @@ def _check(retain: Any, settings: Mapping[str, Any]) -> None:
         if not holds_texts(data) or settings.get("tokenizer") is not None:
             with warnings.catch_warnings(action="ignore"):  # `constrain` warns
                 batches = batches_of(data, name, tokenizer=settings.get("tokenizer"))
-            check_given(name, batches, method)
+            check_retain(batches) if name == "retain" else check_forget(batches, method)
 
 
 def _checkpoint(args, step: int) -> Path:

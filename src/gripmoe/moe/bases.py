@@ -11,11 +11,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from gripmoe.geometry.nullspace import RetainBasis
-from gripmoe.io.tensorfile import open_checked, write_tensors
+from gripmoe.io.tensorfile import open_checked, tensor_file
 
 
 def save_bases(path: Path, bases: dict[int, RetainBasis], metadata: dict[str, str]) -> None:
-    write_tensors(path, {str(layer): basis.columns_Edr for layer, basis in bases.items()}, metadata)
+    columns = {str(layer): basis.columns_Edr for layer, basis in bases.items()}
+    shapes = {name: (U_Edr.dtype, tuple(U_Edr.shape)) for name, U_Edr in columns.items()}
+    with tensor_file(path, shapes, metadata) as put:
+        for name, U_Edr in columns.items():
+            put(name, U_Edr)
 
 
 class StoredBases(Mapping[int, RetainBasis]):

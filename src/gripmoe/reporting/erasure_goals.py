@@ -209,6 +209,6 @@ def erasure_frontier(summary: pd.DataFrame) -> plt.Figure:
         below[len(below) // 2].set_xlabel("excess (retrained = 0)", **middle)
         for method in names.ordered(set(summary.method)):
             above[0].plot([], [], linestyle="", label=names.method_label(method), **names.look_of(method))
-        above[0].plot([], [], color="0.88", linewidth=5, label="goals of compute, retain accuracy and excess")
+        above[0].plot([], [], color="0.88", linewidth=5, label="goals")
         legend_below(figure, above[0])
     return figure
