@@ -1,7 +1,6 @@
 """The harness path: its template, and equality with the direct scorer."""
 
 import math
-from functools import partial
 from importlib import resources
 
 import pytest
@@ -57,16 +56,13 @@ def test_letters_of_several_tokens_are_refused(tokenizer, questions):
 
 
 def test_a_model_that_computes_no_numbers_has_no_answer(tokenizer, questions, tmp_path):
-    """It would answer A, and have forgotten. The control's states are finite."""
+    """It would answer A, and have forgotten. A model that an attack breaks does answer A."""
     model = small_model(vocabulary_size=len(tokenizer))
-    assert len(direct_answers(model, tokenizer, questions)) == len(questions)
     with torch.no_grad():
         model.model.norm.weight[0] = torch.nan
-    for answers in (direct_answers, partial(harness_answers, work_folder=tmp_path, batch_size=8)):
-        with pytest.raises(
-            ConfigError, match="log-likelihoods are not numbers: its weights are damaged, or its states"
-        ):
-            answers(model, tokenizer, questions)
+    with pytest.raises(ConfigError, match="log-likelihoods are not numbers: its weights are damaged, or its states"):
+        harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=8)
+    assert {answer.chosen for answer in direct_answers(model, tokenizer, questions)} == {0}
 
 
 def test_task_is_the_harness_wmdp_template(tmp_path):

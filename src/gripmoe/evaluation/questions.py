@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +121,7 @@ def harness_answers(
 ) -> list[Answer]:
     """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory. Questions of a subject
     form one task, as in MMLU, with `shots` of that subject's `solved` before each. `work_folder` holds the task data.
-    """
+    Raises ConfigError if the model computes NaN."""
     by_subject: dict[str, list[dict]] = {}
     for question in questions:
         by_subject.setdefault(question["subject"], []).append(question)
@@ -136,7 +136,12 @@ def harness_answers(
     answers = {}
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:
-            logprobs = _numbers(float(response[0]) for response in sample["filtered_resps"])
+            logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
+            if any(map(math.isnan, logprobs)):  # or NaN would count as the answer A
+                raise ConfigError(
+                    "the model's log-likelihoods are not numbers: its weights are damaged, or its states overflow in "
+                    "float16; load it in bfloat16 or float32"
+                )
             name = sample["doc"]["id"]
             answers[name] = Answer(name, logprobs.index(max(logprobs)), bool(sample["acc"]), logprobs)
     return [answers[question["id"]] for question in questions]
@@ -150,7 +155,8 @@ def direct_answers(
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
     """The answers of `harness_answers`, computed without the harness, which takes about twice the time. `prompt`
-    writes a question in another way than the harness does."""
+    writes a question in another way than the harness does. A model that an attack breaks, so that it computes NaN,
+    answers A."""
     by_id = {question["id"]: question for question in questions}
     letters = [letter_token(tokenizer, letter) for letter in LETTERS]
     answers = {}
@@ -160,21 +166,10 @@ def direct_answers(
             last = batch.attention_mask.sum(dim=1) - 1
             at_last = hidden[torch.arange(len(last), device=last.device), last]
             logprobs = logits_of(model, at_last).log_softmax(dim=-1)[:, letters]
-            for row_id, scores in zip(batch.row_ids, map(_numbers, logprobs.tolist()), strict=True):
+            for row_id, scores in zip(batch.row_ids, logprobs.tolist(), strict=True):
                 chosen = scores.index(max(scores))
-                answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], scores)
+                answers[row_id] = Answer(row_id, chosen, chosen == by_id[row_id]["answer"], tuple(scores))
     return [answers[question["id"]] for question in questions]
-
-
-def _numbers(logprobs: Iterable[float]) -> tuple[float, ...]:
-    """The log-likelihoods. Raises ConfigError if one is NaN, which would count as the answer A."""
-    logprobs = tuple(logprobs)
-    if any(map(math.isnan, logprobs)):
-        raise ConfigError(
-            "the model's log-likelihoods are not numbers: its weights are damaged, or its states overflow in float16; "
-            "load it in bfloat16 or float32"
-        )
-    return logprobs
 
 
 @functools.lru_cache
