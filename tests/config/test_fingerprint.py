@@ -71,15 +71,37 @@ def test_an_edit_counts_where_it_runs(copy, place, affected, others):
 
 @pytest.mark.parametrize(
     ("file", "affected"),
-    [("worlds/shipped/tiny_a/card.json", MODEL), ("config/audits.yaml", "gripmoe.cli.audit:audit")],
+    [("worlds/shipped/tiny_a/card.json", MODEL), ("auditing/audits.yaml", "gripmoe.cli.audit:audit")],
 )
-def test_a_data_file_counts_wherever_it_lies(copy, file, affected):
+def test_a_data_file_counts_in_the_folder_of_the_module_that_names_it(copy, file, affected):
     root, digest = copy
     before = digest(affected), digest(REALIGN)
     with (root / "src" / "gripmoe" / file).open("a") as data:
         data.write("\n")
     forget_files()
     assert digest(affected) != before[0] and digest(REALIGN) == before[1]
+
+
+def test_another_model_of_the_package_repeats_no_run(copy):
+    """Many steps name config.json and tokenizer.json of the models that they read."""
+    root, digest = copy
+    download = "gripmoe.cli.prepare_model:download"
+    before = [digest(entry) for entry in (UNLEARN, REALIGN, EVALUATE, download)]
+    another = root / "src" / "gripmoe" / "worlds" / "shipped" / "tiny_z"
+    shutil.copytree(another.with_name("tiny_a"), another)
+    forget_files()
+    assert [digest(entry) for entry in (UNLEARN, REALIGN, EVALUATE, download)] == before
+
+
+def test_another_training_of_embedded_models_repeats_no_published_one(copy):
+    root, digest = copy
+    download = "gripmoe.cli.prepare_model:download"
+    before = digest(MODEL), digest(download)
+    for name in ("base_model", "pretrain"):
+        with (root / "src" / "gripmoe" / "training" / f"{name}.py").open("a") as source:
+            source.write("\nprint(0)\n")
+    forget_files()
+    assert digest(MODEL) != before[0] and digest(download) == before[1]
 
 
 def test_the_help_of_a_flag_does_not_count_and_its_default_does(copy):

@@ -163,3 +163,14 @@ def test_a_job_that_sees_fewer_gpus_than_it_asked_for_ends(monkeypatch):
         monkeypatch.setenv("GRIPMOE_GPUS", asked)
         with pytest.raises(ConfigError, match=message) if message else nullcontext():
             assert visible_devices()
+
+
+def test_processes_that_see_fewer_gpus_than_they_are_end_before_they_take_one(monkeypatch):
+    """Where CUDA would say that a device is invalid."""
+    monkeypatch.setattr(torch.distributed, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="the job asked for 2 GPUs, and torch .* sees 1 here"), distributed.launched():
+        pass

@@ -197,6 +197,22 @@ def test_every_method_takes_a_step_in_another_family(model, objective, method):
     assert measure(unlearning(model, objective, method))["flops"] > 0
 
 
+def test_a_method_about_routers_is_named_where_a_model_has_none():
+    dense = {"model": row(NARROW | {"model_type": "qwen3"})}
+    with pytest.raises(ConfigError, match="`constraint: frozen` is about routers, and model .* has none: leave"):
+        measure(unlearning(method="frozen_router") | dense)
+    assert measure(unlearning() | dense)["flops"] > 0, "the control"
+
+
+def test_a_world_in_fp8_is_measured_in_the_models_own_precision(tmp_path):
+    """FP8 needs a card, which a plan does not."""
+    project = copy(PAPER)
+    training = {"expert_precision": "fp8", "linear_precision": "te_fp8"}
+    project.world = project.world.model_copy(update={"training": project.world.training.model_copy(update=training)})
+    question = Costs(project, tmp_path)._question(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "unconstrained"))
+    assert {question["training"][name] for name in training} == {"native"}
+
+
 @pytest.mark.parametrize(
     ("model", "parameters"),
     [("qwen3_30b_a3b", 30_532_122_624), ("qwen15_moe", 14_315_784_192), ("olmoe", 6_919_161_856)],

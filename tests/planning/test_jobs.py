@@ -324,6 +324,19 @@ def test_a_checkpoint_of_one_process_has_all_layers(tmp_path):
         assert disk_needed(costs, 1)["training"] == 2 * (48 + 24), method
 
 
+def test_a_checkpoint_has_averaged_weights_and_growing_bases(tmp_path):
+    """48 GB of weights in bf16 train: their average in fp32 has 96. Bases have 96."""
+    sizes = {}
+    for method, decay in (("unconstrained", 0.0), ("unconstrained", 0.9), ("expert_specific_paper_cached", 0.0)):
+        world = Project(CONFIG, "paper").world
+        changes = {"training": world.training.model_copy(update={"average_decay": decay}), "overrides": {}}
+        names = {"models": ["qwen3_30b_a3b"], "methods": [method], "objectives": ["gd"], "extra_methods": {}}
+        costs = Costs(changed("paper", **names, **changes), tmp_path)
+        sizes[method, decay] = costs.checkpoint(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", method))
+    plain, averaged, cached = sizes.values()
+    assert (averaged - plain, cached - plain) == (96, 2 * 96), "each of two processes saves all bases"
+
+
 def test_the_command_lists_the_most_expensive_runs_or_all(tmp_path, monkeypatch, capsys):
     """Each run once, with the hours of its steps together."""
     monkeypatch.chdir(tmp_path)

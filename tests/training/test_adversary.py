@@ -1,6 +1,7 @@
 """Unlearning under attack: where the forget gradient is taken, what the adversary keeps, and that a run resumes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,19 @@ import torch
 from conftest import random_batch, small_model
 from gripmoe.config.reading import parse_settings
 from gripmoe.config.training import Training
+from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import Diverged
+from gripmoe.data.corpora import Corpora
+from gripmoe.data.documents import Row
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
+from gripmoe.training import steps
 from gripmoe.training.adversary import RelearningAdversary
+from gripmoe.training.loop import unlearn
 from gripmoe.training.objectives import GradientDifference, cross_entropy
-from training.test_loop import TRAINING, assert_resumes, run
+from gripmoe.training.step_batches import StepBatches
+from training.test_loop import NEVER, TRAINING, assert_resumes, run
 
 ATTACKED = TRAINING.model_copy(update={"adversary_steps": 2, "adversary_restart": 2})
 
@@ -189,6 +196,21 @@ def test_the_forget_loss_is_asked_of_the_adversary_and_the_retain_loss_of_the_mo
     same = [torch.equal(*pair) for pair in zip(asked.forget[:steps], asked.retain[:steps], strict=True)]
     assert all(same) if training is TRAINING else not any(same)
     assert ("adversary_loss" in outcome.history[-1]) == (training is ATTACKED)
+
+
+def test_its_loss_is_the_mean_over_the_tokens_that_it_sees(tmp_path):
+    """Of one pass of several, which has another number of tokens than their mean."""
+    rows = [Row(str(n), ids := [3 + n] * length, ids) for n, length in enumerate((4, 20, 6, 30))]
+    halves = {"gradient_accumulation": 2, "forget_batch_size": 2, "retain_batch_size": 2}
+    settings = {"max_steps": 1, "check_every": 1, "adversary_steps": 1, "learning_rate": 1e-12}
+    moe, training = MoEModel(small_model()), TRAINING.model_copy(update=halves | settings)
+    corpora = Corpora(rows, rows, pad_id=0)
+    batch = StepBatches(corpora, training, 5 + steps.ADVERSARY_SEED, moe.model.device).of("forget", 0)
+    alone = cross_entropy(moe, replace(batch, scored_per_pass=None)).item()
+    assert abs(cross_entropy(moe, batch).item() / alone - 1) > 0.1, "the control"
+    made = GradientDifference(1.0), Unconstrained()
+    outcome = unlearn(moe, *made, corpora, training, NEVER, seed=5, state_file=tmp_path / "s.pt")
+    assert outcome.history[-1]["adversary_loss"] == pytest.approx(alone, rel=1e-4)
 
 
 def test_the_adversary_goes_on_from_its_own_weights_until_it_restarts(tmp_path):

@@ -1,5 +1,6 @@
 """The loop: the stop rule, and a killed run that ends in the same bytes as an uninterrupted one."""
 
+import json
 import math
 import multiprocessing
 import os
@@ -7,6 +8,7 @@ import signal
 from contextlib import nullcontext
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
@@ -494,6 +496,23 @@ def test_each_token_of_a_step_weighs_the_same_in_every_pass(name, kind):
     assert losses[1].abs() > 1e-5
     if name != "npo":  # a mean over documents
         assert (controls[2] - losses[1]).abs() > 1e-3 * losses[1].abs(), "the control"
+
+
+class Monitored(GradientDifference):
+    """An objective of one's own, which monitors a tensor and a number of numpy."""
+
+    def forget_loss(self, model, batch):
+        loss = super().forget_loss(model, batch)
+        self.monitor = {"own_tensor": loss.detach(), "own_number": np.float64(0.5)}
+        return loss
+
+
+def test_what_an_objective_monitors_is_kept_as_plain_numbers(tmp_path):
+    """Else the history could not be written, nor a state be read."""
+    _, outcome = run(tmp_path / "state.pt", objective=Monitored(alpha=1.0))
+    row = json.loads(json.dumps(outcome.history))[-1]
+    assert row["own_tensor"] == pytest.approx(row["forget_loss"]) and row["own_number"] == 0.5
+    assert {type(value) for value in outcome.history[-1].values()} <= {float, int}
 
 
 def test_replay_and_recomputed_activations_go_together(tmp_path):

@@ -241,6 +241,12 @@ def test_without_its_records_snakemake_does_not_take_a_run_of_other_settings(tmp
     assert "other settings than" not in snakemake("-n", "--config", world, directory=tmp_path, check=False)
 
 
+def test_a_setting_without_the_world_is_refused(tmp_path):
+    """`--config` replaces the world that the profile of the cluster names, and `tiny` would take its place."""
+    asked = ("-n", "--profile", ROOT / "workflow" / "profiles" / "slurm", "--config", "budget=500")
+    assert "--config budget: name the world too" in snakemake(*asked, directory=tmp_path, check=False)
+
+
 def test_a_budget_refuses_before_any_job(tmp_path):
     output = snakemake("--cores", 1, "--config", f"world={SMOKE}", "budget=0.1", directory=tmp_path, check=False)
     assert "hours exceed the budget of 0.1. Most expensive: prepare_model smoke 0.13 h" in output

@@ -6,7 +6,7 @@ rule attack:
         run=f"{RUN}/run.yaml",
         model=MODEL,
         checkpoint=run_checkpoint,
-        evaluation=f"{RUN}/evaluation.json",  # for the order alone: both steps lock the run's folder
+        evaluation=ancient(f"{RUN}/evaluation.json"),  # for the order alone: both steps lock the run's folder
         rewrites=lambda w: list(PROJECT.benchmarks[w.benchmark].rewrites.values()),
         data=data_files(
             "forget_questions",

@@ -11,6 +11,7 @@ from snakemake.exceptions import WorkflowError
 from gripmoe.io.errors import ConfigError
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.catalogues import own_code
+from gripmoe.config.methods import Method
 from gripmoe.config.project import Project
 from gripmoe.config.world import NO_OBJECTIVE
 
@@ -24,6 +25,8 @@ if unknown_keys:
     raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; valid keys: world, budget, partial")
 if str(config.get("partial", 0)) not in ("0", "1", "False", "True"):
     raise WorkflowError(f"--config partial={config['partial']}: give 1, or leave it out")
+if config and "world" not in config:  # `--config` replaces the whole `config` of a profile
+    raise WorkflowError(f"--config {' '.join(config)}: name the world too, as `--config world=paper {[*config][0]}=...`")
 try:
     PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
 except ConfigError as error:
@@ -62,10 +65,10 @@ def methods_of(rule):
     return any_of(name for name in WORLD.all_methods if PROJECT.methods[name].rule == rule)
 
 
-def canonical(model, without=()):
+def canonical(model, without=(), only=None):
     """A configuration object as one string, the same for every key order: a parameter that Snakemake tracks. A step does
-    not run again if a key changes that it does not read (`without`)."""
-    return json.dumps(model and model.model_dump(mode="json", exclude=set(without)), sort_keys=True)
+    not run again if a key changes that it does not read: one of `without`, or none of `only`."""
+    return json.dumps(model and model.model_dump(mode="json", include=only, exclude=set(without)), sort_keys=True)
 
 
 def benchmark_settings(*without):
@@ -105,6 +108,12 @@ def data_files(*letters, news=(), corpora=()):
         return [f"{DATA}/{name}.jsonl".format(benchmark=wildcards.benchmark) for name in names]
 
     return files
+
+
+def code_of_model(wildcards):
+    """The code that prepares a model. To train another embedded model repeats no published one."""
+    published = PROJECT.models[wildcards.model].source == "published"
+    return code_fingerprint(f"gripmoe.cli.prepare_model:{'download' if published else 'prepare_model'}")
 
 
 def folder_of(wildcards, input):

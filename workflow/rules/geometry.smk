@@ -48,7 +48,7 @@ rule fit_basis:
         mem_mb=memory_for(),
         runtime=growing(360 if ON_GPU else 60),
     params:
-        settings=lambda w: canonical(PROJECT.methods[w.method]),
+        settings=lambda w: canonical(PROJECT.methods[w.method], only=Method.OF_BASES),
         code=code_fingerprint("gripmoe.cli.fit_basis:fit_basis"),
     shell:
         "gripmoe fit-basis --settings {params.settings:q} --model {input.model} --trace {input.trace}"

@@ -77,7 +77,7 @@ rule prepare_model:
     params:
         settings=lambda w: canonical(PROJECT.models[w.model], without=["config"]),  # which plans read
         base=lambda wildcards, input: f"--base {input.base}" if input.base else "",
-        code=code_fingerprint("gripmoe.cli.prepare_model:prepare_model"),
+        code=code_of_model,
     shell:
         "gripmoe prepare-model --settings {params.settings:q} --gpus {resources.gpu} {params.base}"
         " --output {output} > {log} 2>&1"

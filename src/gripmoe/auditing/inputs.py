@@ -24,7 +24,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_jsonl
 from gripmoe.worlds.files import files_of
 
-TABLE = Path(__file__).parents[1] / "config" / "audits.yaml"
+TABLE = Path(__file__).with_name("audits.yaml")
 # Attacks that train on documents about facts of dev questions.
 OF_OTHER_FACTS = ("relearning from other facts", "relearning by low-rank updates", "relearning of routers")
 FLAGS = {  # by file of documents: the flags that gave them, for messages

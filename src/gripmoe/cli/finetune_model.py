@@ -69,7 +69,8 @@ def finetune_model(
                 seed=seed,
                 state_file=states[-1],
             )
-            means = {name: mean_score(items) for name, items in news_scores(model, tokenizer, news, "dev").items()}
+            scores = news_scores(model, tokenizer, news, "dev")
+            means = distributed.agreed({name: mean_score(items) for name, items in scores.items()})
             poor = [f"{name} {means[name]:.1f}" for name in wanted[config.trained_on] if means[name] < config.required]
             if not poor:
                 break

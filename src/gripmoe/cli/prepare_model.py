@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -10,7 +11,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 
 from gripmoe.cli.common import identity_of
 from gripmoe.cli.options import BaseFile, OutputFile, Settings
-from gripmoe.config.models import ModelConfig
+from gripmoe.config.models import ModelConfig, PublishedModel
 from gripmoe.config.provenance import provenance_of, recorded
 from gripmoe.config.reading import parse_settings
 from gripmoe.io.errors import ConfigError
@@ -39,15 +40,7 @@ def prepare_model(
     config = parse_settings(ModelConfig, settings)
     folder = output.parent
     if config.source == "published":
-        with recorded(provenance_of(output), prepare_model):
-            model, tokenizer = load_published(config, original=True)  # of one that is refused no folder is left
-            with exclusive(folder):
-                read = cached_file(config.id, "config.json", revision=config.revision)
-                commit = extract_commit_hash(read, None)  # of the hub; a local folder has none
-                digest = save_model(model, tokenizer, folder / "weights")
-                source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
-                write_json(output, {"weights": digest, **source})
-        return
+        return download(config, output)
     with exclusive(folder), recorded(provenance_of(output), prepare_model):
         if config.shipped:
             model, tokenizer, card = load_shipped(config.shipped)
@@ -65,3 +58,15 @@ def prepare_model(
             )
         identity = identity_of(prepare_model, base, settings=config.model_dump(mode="json"))
         make_base_model(config, output, device, identity, base and base.parent / "weights")
+
+
+def download(config: PublishedModel, output: Path) -> None:
+    """Its code alone decides whether a published model is prepared again."""
+    with recorded(provenance_of(output), download):
+        model, tokenizer = load_published(config, original=True)  # of one that is refused no folder is left
+        with exclusive(output.parent):
+            read = cached_file(config.id, "config.json", revision=config.revision)
+            commit = extract_commit_hash(read, None)  # of the hub; a local folder has none
+            digest = save_model(model, tokenizer, output.parent / "weights")
+            source = {"id": config.id, "revision": config.revision or "main", "commit": commit}
+            write_json(output, {"weights": digest, **source})

@@ -137,7 +137,10 @@ def _check_training(project: Project) -> None:
     runs = {(key.benchmark, key.objective, key.method): key for key in project.run_keys()}  # models change no error
     for key in runs.values():
         if key.objective != NO_OBJECTIVE:
-            project.training(key.model, key.benchmark, key.objective, key.method)
+            training = project.training(key.model, key.benchmark, key.objective, key.method)
+            if training and training.checkpoint_every is None:
+                where = f"{project.world_file}: {key.objective}/{key.method}"
+                raise ConfigError(f"{where}: `checkpoint_every` is null; give a number of steps, or leave it out")
 
 
 def _references(project: Project) -> Iterator[tuple[Collection[str], Collection[str], str]]:

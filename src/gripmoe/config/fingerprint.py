@@ -85,7 +85,7 @@ def _definitions(module: str) -> dict[str, Definition]:
     for name, defining in nodes.items():
         seen = [Statement(node) for node in defining]
         references = [each for statement in seen for each in statement.references(module, imported, nodes.keys())]
-        data = [digest for statement in seen for digest in statement.data()]
+        data = [digest for statement in seen for digest in statement.data(_file(module).parent)]
         code = "\n".join([*(statement.text for statement in seen), *data])
         definitions[name] = Definition(code, tuple(references))
     return definitions
@@ -133,9 +133,9 @@ class Statement:
             if NAMED.fullmatch(text):
                 yield tuple(text.split(":"))
 
-    def data(self) -> list[str]:
-        """The digests of data files that it names."""
-        return [digest for text in self._strings() if text.endswith(DATA) for digest in _digests(text)]
+    def data(self, folder: Path) -> list[str]:
+        """The digests of data files that it names, which lie in the module's folder or below it."""
+        return [digest for text in self._strings() if text.endswith(DATA) for digest in _digests(folder, text)]
 
     def _strings(self) -> list[str]:
         return [node.value for node in self.nodes[ast.Constant] if isinstance(node.value, str)]
@@ -184,9 +184,8 @@ def _imports(node: ast.ImportFrom) -> Iterator[tuple[str, Reference]]:
 
 
 @functools.cache
-def _digests(name: str) -> tuple[str, ...]:
-    """Of the package's data files of that name, wherever they lie."""
-    files = sorted(SOURCE.rglob(name)) if re.fullmatch(r"[\w.]+", name) else []
+def _digests(folder: Path, name: str) -> tuple[str, ...]:
+    files = sorted(folder.rglob(name)) if re.fullmatch(r"[\w.]+", name) else []
     return tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
@@ -81,6 +81,8 @@ class Method(Strict):
     retain_tokens: PositiveInt | None = None
     undo: UndoConfig | None = None
     training: dict[str, Any] = {}
+
+    OF_BASES: ClassVar = {"constraint", "form", "basis", "granularity", "surface", "eps_null", "max_rank"}
 
     @model_validator(mode="after")
     def _every_axis_has_an_effect(self) -> Method:

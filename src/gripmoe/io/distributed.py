@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gripmoe.io.errors import ConfigError
+
 
 @contextmanager
 def launched() -> Iterator[None]:
@@ -21,6 +23,7 @@ def launched() -> Iterator[None]:
         return
     on_gpu = torch.cuda.is_available()
     if on_gpu:
+        require_gpus(int(os.environ["LOCAL_WORLD_SIZE"]))
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # Others wait while the first process writes a model.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(hours=2))
@@ -28,6 +31,16 @@ def launched() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def require_gpus(asked: int) -> None:
+    """Raises ConfigError if this process sees fewer GPUs."""
+    if (seen := torch.cuda.device_count()) < asked:
+        raise ConfigError(
+            f"GRIPMOE_GPUS: the job asked for {asked} GPUs, and torch {torch.__version__} sees {seen} here. Compare "
+            "with `nvidia-smi` on this node (the driver, torch's CUDA build, CUDA_VISIBLE_DEVICES), or give the model "
+            "fewer under `gpus` of its world. `--set-resources RULE:gpu=0` computes on the CPU"
+        )
 
 
 def processes() -> int:

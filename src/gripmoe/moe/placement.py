@@ -10,19 +10,12 @@ import torch
 from torch import nn
 
 from gripmoe.io import distributed
-from gripmoe.io.errors import ConfigError
 
 
 def visible_devices() -> list[torch.device]:
     """All GPUs that this process sees, or else the CPU. With several processes, the CPU: they shard the model later.
     Raises ConfigError if these are fewer GPUs than the workflow asked for (GRIPMOE_GPUS)."""
-    asked, seen = int(os.environ.get("GRIPMOE_GPUS", 0)), torch.cuda.device_count()
-    if seen < asked:
-        raise ConfigError(
-            f"GRIPMOE_GPUS: the job asked for {asked} GPUs, and torch {torch.__version__} sees {seen} here. Compare "
-            "with `nvidia-smi` on this node (the driver, torch's CUDA build, CUDA_VISIBLE_DEVICES), or give the model "
-            "fewer under `gpus` of its world. `--set-resources RULE:gpu=0` computes on the CPU"
-        )
+    distributed.require_gpus(int(os.environ.get("GRIPMOE_GPUS", 0)))
     if distributed.processes() > 1 or not torch.cuda.is_available():
         return [torch.device("cpu")]
     return [torch.device("cuda", number) for number in range(torch.cuda.device_count())]

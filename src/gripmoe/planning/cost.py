@@ -130,10 +130,15 @@ class Costs:
         return self._of_model(self._question(step))["basis"] / GB
 
     def checkpoint(self, step: Step) -> float:
-        """GB of weights and optimizer states that all processes of an "unlearn" step save, on however many GPUs."""
+        """GB of weights, optimizer states, and averages or growing bases that all processes of an "unlearn" step save,
+        on however many GPUs."""
         question = self._question(step)
         of_model = self._of_model(question)
-        return question["processes"] * (of_model["weights"] + of_model["states"]) / GB
+        averages = (
+            2 * of_model["gradients"] if question["training"].get("average_decay") else 0
+        )  # fp32, of bf16 weights
+        bases = of_model["basis"] if question["method"].get("basis") == "cached" else 0
+        return question["processes"] * (of_model["weights"] + of_model["states"] + averages + bases) / GB
 
     # From measurements to a cost
 
@@ -221,6 +226,7 @@ class Costs:
             in_part["trained"] = training.trained_layers
         # Methods that differ only in these keys cost the same and share a measurement.
         one_step = {"max_steps": 1, "check_every": 1, "checkpoint_every": 1, "adversary_restart": 1}
+        native = {"expert_precision": "native", "linear_precision": "native"}  # fp8 needs a GPU; its copies are small
         alike = {"correction": None, "retain_tokens": None, "training": {}, "every": 1}
         if method.eps_null:
             alike["eps_null"] = {"value": 1.0, "kind": method.eps_null.kind}
@@ -235,7 +241,7 @@ class Costs:
             "traced": self._traced(step) if method.constraint == "null_space" else 1,
             "objective": project.objectives[step.objective].path,
             "method": method.model_dump(mode="json") | alike,
-            "training": {**training.model_dump(mode="json"), **one_step},
+            "training": {**training.model_dump(mode="json"), **one_step, **native},
         }
 
     def _traced(self, step: Step) -> int:

@@ -209,6 +209,11 @@ def _rows(count: int, length: int) -> list[Row]:
 def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[str, float]:
     """The step of `objective` under `method`, as `gripmoe.training.steps` takes it."""
     method, training = Method(**question["method"]), Training(**question["training"])
+    if method.constraint != "none" and not moe.layers:
+        raise ConfigError(
+            f"`constraint: {method.constraint}` is about routers, and model {question['model']['id']!r} has none: leave "
+            "methods with it out of the world"
+        )
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
 

@@ -191,7 +191,7 @@ def _records(results: Path, rule: str, parts: Parts, any_of_the_model: bool) -> 
     for each in patterns:
         files = results.glob(f"{OUTPUTS[rule].format(*each)}.provenance.json")
         records = [record for record in map(read_json, files) if not record.get("resumed")]
-        if found := [record for record in records if record["step"].endswith(f":{rule}")]:
+        if found := [record for record in records if f".{rule}:" in record["step"]]:
             return found
     return []
 

@@ -71,7 +71,7 @@ class Steps:
                 retain_loss = self._backward("retain", self.objective.retain_loss, step, alpha)
             losses = {"forget_loss": forget_loss.item(), "retain_loss": retain_loss.item(), **self.objective.monitor}
             losses |= relearned | edited
-            losses = {name: distributed.average(loss) for name, loss in losses.items()}
+            losses = {name: distributed.average(float(loss)) for name, loss in losses.items()}
             norms = [_gradient_norm(parameters) for parameters in (self.routers, self.experts)]
             gradients = dict(zip(("router_gradient", "expert_gradient"), (rms for _, rms in norms), strict=True))
             if not all(map(math.isfinite, (losses["forget_loss"], *gradients.values()))):
@@ -124,7 +124,7 @@ class Steps:
         theirs = replace(self.batches, seed=self.batches.seed + ADVERSARY_SEED)
         with self.adversary.weights():
             for number in range(steps):
-                batch = theirs.of("forget", step * steps + number)
+                batch = replace(theirs.of("forget", step * steps + number), scored_per_pass=None)  # a step of one pass
                 self.tokens += int(batch.attention_mask.sum())
                 loss = self.adversary.relearn(partial(cross_entropy, self.model, batch))
             yield {"adversary_loss": loss}
