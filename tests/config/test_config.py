@@ -297,6 +297,8 @@ MISTAKES = [
     ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"training": {"learning_rate": 1}}), "methods.yaml: odd.training: without effect here; it is a choice of `constraint`"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific"] | {"eps_null": {"value": 1, "kind": "energy", "band": {}}}), "odd.eps_null.band: unknown key; valid keys: value, kind, bands"),
     ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(checkpoint_every=None), ": `checkpoint_every` is null; give a number of steps, or leave it out"),
+    ("tiny.yaml", lambda c: c["objective_training"]["gd"].update(trained_layers=5), "`trained_layers` is 5, and the losses look at 4 layers of 'tiny_a': lower it"),
+    ("tiny.yaml", lambda c: (c.update(objectives=["rmu"]), c["objective_training"]["rmu"].update(trained_layers=4)), "`trained_layers` is 4, and the losses look at 3 layers of 'tiny_a': lower it"),
     ("methods.yaml", lambda c: c.update(odd=ROWS["expert_specific_paper"] | {"basis": "cached", "eps_null": {"value": 1e-4, "kind": "relative"}}), "odd.eps_null.kind: `basis: cached` grows by an absolute threshold"),
     ("models.yaml", lambda c: c["olmoe"].update(parameters={}), "models.yaml: olmoe.parameters: unknown key; valid keys: source, id, revision, config, dtype"),
     ("benchmarks.yaml", lambda c: c["wmdp_tiny"]["data"].update(sed=1), "wmdp_tiny.data.sed: unknown key; valid keys: source, kind, retain"),

@@ -14,6 +14,7 @@ from gripmoe.io.errors import ConfigError
 if TYPE_CHECKING:
     from gripmoe.config.models import ModelConfig
     from gripmoe.config.project import Project
+    from gripmoe.config.training import Training
 
 
 def check(project: Project) -> None:
@@ -141,6 +142,17 @@ def _check_training(project: Project) -> None:
             if training and training.checkpoint_every is None:
                 where = f"{project.world_file}: {key.objective}/{key.method}"
                 raise ConfigError(f"{where}: `checkpoint_every` is null; give a number of steps, or leave it out")
+            if training and training.trained_layers:
+                _check_trained_layers(project, training, f"{project.world_file}: {key.objective}/{key.method}")
+
+
+def _check_trained_layers(project: Project, training: Training, where: str) -> None:
+    for name in project.world.models:
+        layers = project.trained_from(name).layers
+        reached = layers and min(layers, training.objective.get("layer", layers - 1) + 1)
+        if reached and training.trained_layers > reached:
+            asked = f"`trained_layers` is {training.trained_layers}"
+            raise ConfigError(f"{where}: {asked}, and the losses look at {reached} layers of {name!r}: lower it")
 
 
 def _references(project: Project) -> Iterator[tuple[Collection[str], Collection[str], str]]:

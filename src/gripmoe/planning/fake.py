@@ -211,8 +211,8 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     method, training = Method(**question["method"]), Training(**question["training"])
     if method.constraint != "none" and not moe.layers:
         raise ConfigError(
-            f"`constraint: {method.constraint}` is about routers, and model {question['model']['id']!r} has none: leave "
-            "methods with it out of the world"
+            f"`constraint: {method.constraint}` is about routers, and model {question['model']['id']!r} has none: "
+            "leave methods with it out of the world"
         )
     tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
