@@ -165,7 +165,7 @@ NO_TEXTS = [
         "data.forget_questions: question forget/1 .*`choices` is None; give a list",
     ),
     ("forget_questions", {"choices": ["a", "b", None, "d"]}, "question forget/1 .*`choices` is .*None.*; give a list"),
-    ("retain_questions", {"subject": None}, "data.retain_questions: question retain/1: `subject` is None and no text"),
+    ("retain_questions", {"subject": None}, "data.retain_questions: question retain/shots/1: `subject` is None and no text"),
     ("forget_corpus", {"text": None}, "data.forget_corpus: `text` of row 1 is None and no text: give it one"),
     ("retain_corpus", {"text": {"is": "a structure"}}, "data.retain_corpus: `text` of row 1 is {.* and no text"),
 ]
@@ -277,8 +277,9 @@ def test_nothing_is_asked_or_retained_that_stands_elsewhere(data, tmp_path, caps
     kept = [row["text"] for name in ("retain_corpus", "held_out_corpus") for row in files[name]]
     assert sorted(kept) == sorted(row["text"].strip() for row in texts[12:])
     told = capsys.readouterr().err
-    assert "data.retain_questions: 2 of 32 are left out: they are to be forgotten" in told
-    assert "data.retain_questions (test): 3 of 20 are left out: they stand in shots too" in told
+    assert "data.retain_questions (test): 2 of 22 are left out: they are to be forgotten" in told
+    assert "data.retain_questions (dev): 3 of 6 are left out: they stand in an earlier split" in told
+    assert "data.retain_questions (test): 3 of 20 are left out: they stand in an earlier split" in told
     assert "data.retain_corpus: 4 of 12 are left out: they are to be forgotten" in told
 
 

@@ -20,9 +20,9 @@ HELD_OUT_EVERY = 10  # every tenth retain document is held out from unlearning, 
 # For each split of MMLU: its use here, and the key of `data.rows` with its number of rows. "test" is reported, the stop
 # rule sees "dev", and "shots" are the solved questions of few-shot prompts.
 RETAIN_SPLITS = {
-    "test": ("test", "retain_questions"),
-    "validation": ("dev", "mmlu_validation"),
     "dev": ("shots", "mmlu_dev"),
+    "validation": ("dev", "mmlu_validation"),
+    "test": ("test", "retain_questions"),
 }
 MIN_CHARACTERS = 50  # shorter lines (headings, blanks) are not documents
 CHOICES = 4  # A to D, as prompts list them
@@ -35,9 +35,9 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
     is none, for a question without four choices or with an answer out of range, and for a question of TruthfulQA whose
     choices and labels do not fit.
 
-    Empty questions, and those whose right choice stands twice, are left out with a message, as are repeated retain
-    documents, or a text might be both retained and held out, and what is to be retained and stands among what is to be
-    forgotten, or in an earlier split. Retain documents are in a random order, because Methods A
+    What could not be measured is left out with a message: empty questions, and those whose right choice stands twice;
+    retain questions that stand in an earlier split too; retain documents that repeat another one, which might be held
+    out; and what is both to be retained and to be forgotten. Retain documents are in a random order, because Methods A
     and B take the first ones, and WikiText keeps the lines of an article together."""
 
     def rows(key: str, name: str, split: str, *columns: str, counted: str | None = None) -> Iterable[dict]:
@@ -62,14 +62,12 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         )
     retain = []
     for split, (here, counted) in RETAIN_SPLITS.items():
-        retain += _questions(
+        found = _questions(
             rows("retain_questions", "all", split, *asked, "subject", counted=counted), "retain", None, here
         )
-    retain = _without(retain, forget, _asked, "retain_questions", "are to be forgotten")
-    for earlier, later in (("shots", "dev"), ("shots", "test"), ("dev", "test")):
-        first, rest = ([row for row in retain if row["split"] == split] for split in (earlier, later))
-        others = [row for row in retain if row["split"] != later]
-        retain = others + _without(rest, first, _asked, f"retain_questions ({later})", f"stand in {earlier} too")
+        where = f"retain_questions ({here})"
+        found = _without(found, forget, _asked, where, "are to be forgotten")
+        retain += _without(found, retain, _asked, where, "stand in an earlier split")
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", *TARGETS)
     retain_rows = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
     retain_texts = first_of_each(retain_rows)
