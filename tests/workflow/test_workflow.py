@@ -20,8 +20,8 @@ SMOKE_ARTEFACTS = yaml.safe_load(SMOKE.read_text())["artefacts"]
 ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
 FORMATS = {name: entry["formats"] for name, entry in yaml.safe_load(ARTEFACTS.read_text()).items()}
 
-MEASURING = ["evaluate", "attack", "collect", "explore", "manifest"]
-TRAINING_ON = ["unlearn", "realign", *MEASURING]
+EVALUATING = ["evaluate", "collect", "explore", "manifest"]
+TRAINING_ON = ["unlearn", "realign", "attack", *EVALUATING]
 RENDERING = ["render_main_results", "explore", "manifest"]
 
 
@@ -107,9 +107,9 @@ EDITS = [
     ("gripmoe.reporting.names:FORGOTTEN", None, RENDERING),
     ("gripmoe.reporting.comparison:comparisons.yaml", None, RENDERING),
     # How a benchmark is measured: no training.
-    ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, MEASURING),
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, EVALUATING),
     ("workflow/config/benchmarks.yaml:wmdp_smoke.attacks", {"mine": "json:dumps"}, ["attack"]),
-    ("workflow/config/benchmarks.yaml:wmdp_smoke.metrics", {"mine": "json:dumps"}, MEASURING),
+    ("workflow/config/benchmarks.yaml:wmdp_smoke.metrics", {"mine": "json:dumps"}, EVALUATING),
     # What counts as forgotten: no trace.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.target", {"forget_accuracy": 0.5}, ["configure", *TRAINING_ON]),
     # One notebook's text: that notebook. What nothing here uses: nothing.
@@ -317,7 +317,8 @@ class TestRun:
         for table in ("main_results", "attack_matrix"):
             assert "graddiff" in (finished / f"paper_figures/others/{table}.md").read_text()
         assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}
-        affected = {"import_checkpoint", *MEASURING, *(f"render_{name}" for name in ("main_results", "attack_matrix"))}
+        tables = (f"render_{name}" for name in ("main_results", "attack_matrix"))
+        affected = {"import_checkpoint", "attack", *EVALUATING, *tables}
         weights = mine / "model.safetensors"
         weights.touch()
         assert planned(snakemake("-n", "--config", f"world={world}", **only)) == {}
@@ -348,8 +349,8 @@ class TestRun:
         assert set(rules) <= set(plan) and bool(rules) == bool(plan)
         if set(TRAINING_ON) <= set(rules):
             assert "prepare_model" not in plan and "trace_routing" not in plan
-        elif rules == MEASURING:
-            assert not {"configure", "trace_routing", "unlearn", "realign"} & set(plan)
+        elif rules == EVALUATING:
+            assert not {"configure", "trace_routing", "unlearn", "realign", "attack"} & set(plan)
         elif rules == ["attack"]:
             assert not {"unlearn", "evaluate"} & set(plan)
         elif rules == RENDERING:
