@@ -165,7 +165,7 @@ NO_TEXTS = [
         "data.forget_questions: question forget/1 .*`choices` is None; give a list",
     ),
     ("forget_questions", {"choices": ["a", "b", None, "d"]}, "question forget/1 .*`choices` is .*None.*; give a list"),
-    (
+    ("retain_questions", {"subject": None}, "question retain.shots.1: `subject` is None and no text"),
         "retain_questions",
         {"subject": None},
         "data.retain_questions: question retain/shots/1: `subject` is None and no text",
