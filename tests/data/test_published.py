@@ -165,11 +165,7 @@ NO_TEXTS = [
         "data.forget_questions: question forget/1 .*`choices` is None; give a list",
     ),
     ("forget_questions", {"choices": ["a", "b", None, "d"]}, "question forget/1 .*`choices` is .*None.*; give a list"),
-    ("retain_questions", {"subject": None}, "question retain.shots.1: `subject` is None and no text"),
-        "retain_questions",
-        {"subject": None},
-        "data.retain_questions: question retain/shots/1: `subject` is None and no text",
-    ),
+    ("retain_questions", {"subject": None}, "question retain/shots/1: `subject` is None and no text"),
     ("forget_corpus", {"text": None}, "data.forget_corpus: `text` of row 1 is None and no text: give it one"),
     ("retain_corpus", {"text": {"is": "a structure"}}, "data.retain_corpus: `text` of row 1 is {.* and no text"),
 ]
