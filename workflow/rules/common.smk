@@ -26,7 +26,9 @@ if unknown_keys:
 if str(config.get("partial", 0)) not in ("0", "1", "False", "True"):
     raise WorkflowError(f"--config partial={config['partial']}: give 1, or leave it out")
 if config and "world" not in config:  # `--config` replaces the whole `config` of a profile
-    raise WorkflowError(f"--config {' '.join(config)}: name the world too, as `--config world=paper {[*config][0]}=...`")
+    raise WorkflowError(
+        f"--config {' '.join(config)}: name the world too, as `--config world=paper {[*config][0]}=...`"
+    )
 try:
     PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
 except ConfigError as error:
