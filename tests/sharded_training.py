@@ -193,7 +193,7 @@ def main(folder: Path) -> None:
             results["not averaged"] = train("unconstrained", folder)
         with patch.object(sharding, "_average_gradient", shared_expert_not_averaged):
             results["shared expert not averaged"] = train("unconstrained", folder / "partly", clip_norm=1e9)
-        objectives._token_mean = lambda values, mask: (values * mask).sum() / mask.sum()
+        objectives._token_mean = lambda values, mask, _: (values * mask).sum() / mask.sum()
         remove_state(folder / "gd.pt")
         distributed.wait_for_all()
         results["means of means"] = train("gd", folder)

@@ -81,13 +81,15 @@ def clones(root, world):
         for name in ("forget", "retain")
     }
     wordings = list({row["question"]: row for row in asked["forget"]}.values())[:36]
-    retain = asked["retain"][::5]
-    splits = dict(validation=retain[8:20], dev=asked["retain"][:80])
+    retain = list({row["question"]: row for row in asked["retain"]}.values())[:120]
+    test = retain[:100:13]
+    others = [row for row in retain if row not in test]
+    splits = dict(validation=others[:12], dev=others[12:92])
     truths = [{key: row[key] for key in ("question", "mc1_targets", "mc2_targets")} for row in files["truthfulqa"][:4]]
     return {
         "source": "published",
         "forget_questions": clone(root / "wmdp", "wmdp-cyber", "test", wordings),
-        "retain_questions": clone(root / "mmlu", "all", "test", retain[:8], **splits),
+        "retain_questions": clone(root / "mmlu", "all", "test", test, **splits),
         "forget_corpus": clone(root / "corpora", "cyber-forget-corpus", "train", texts["forget"]),
         "retain_corpus": clone(root / "wikitext", "wikitext-2-raw-v1", "test", texts["retain"]),
         "truthfulqa": clone(root / "truthfulqa", "multiple_choice", "validation", truths),

@@ -165,7 +165,7 @@ NO_TEXTS = [
         "data.forget_questions: question forget/1 .*`choices` is None; give a list",
     ),
     ("forget_questions", {"choices": ["a", "b", None, "d"]}, "question forget/1 .*`choices` is .*None.*; give a list"),
-    ("retain_questions", {"subject": None}, "question retain/shots/1: `subject` is None and no text"),
+    ("retain_questions", {"subject": None}, "question retain/1: `subject` is None and no text"),
     ("forget_corpus", {"text": None}, "data.forget_corpus: `text` of row 1 is None and no text: give it one"),
     ("retain_corpus", {"text": {"is": "a structure"}}, "data.retain_corpus: `text` of row 1 is {.* and no text"),
 ]
@@ -179,8 +179,9 @@ WHERE = {
 
 @pytest.mark.parametrize("key, change, message", NO_TEXTS)
 def test_a_row_without_a_text_is_named(data, tmp_path, key, change, message):
-    rows = [{**question, "text": f"Document {number} . " * 9} for number, question in enumerate(invented(30))]
-    more = {"validation": rows, "dev": rows} if key == "retain_questions" else {}
+    rows = [{**question, "text": f"Text {number} . " * 9} for number, question in enumerate(invented(90))]
+    more = {"validation": rows[80:85], "dev": rows[85:]} if key == "retain_questions" else {}
+    rows = rows[50:80] if more else rows[:30]  # what is to be forgotten has the first
     benchmark_files(data.model_copy(update={key: clone(tmp_path / "good", *WHERE[key], rows, **more)}))
     rows[1] |= change
     path = clone(tmp_path / "bad", *WHERE[key], rows, **more)

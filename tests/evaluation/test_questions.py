@@ -55,16 +55,6 @@ def test_letters_of_several_tokens_are_refused(tokenizer, questions):
     assert letter_token(tokenizer, "A") == tokenizer.convert_tokens_to_ids("A")
 
 
-def test_a_model_that_computes_no_numbers_has_no_answer(tokenizer, questions, tmp_path):
-    """It would answer A, and have forgotten. A model that an attack breaks does answer A."""
-    model = small_model(vocabulary_size=len(tokenizer))
-    with torch.no_grad():
-        model.model.norm.weight[0] = torch.nan
-    with pytest.raises(ConfigError, match="log-likelihoods are not numbers: its weights are damaged, or its states"):
-        harness_answers(model, tokenizer, questions, work_folder=tmp_path, batch_size=8)
-    assert {answer.chosen for answer in direct_answers(model, tokenizer, questions)} == {0}
-
-
 def test_task_is_the_harness_wmdp_template(tmp_path):
     published = resources.files("lm_eval") / "tasks" / "wmdp"
     template = yaml.safe_load((published / "_default_template_yaml").read_text())

@@ -68,6 +68,11 @@ def benchmark_files(data: PublishedData) -> dict[str, list[dict]]:
         where = f"retain_questions ({here})"
         found = _without(found, forget, _asked, where, "are to be forgotten")
         retain += _without(found, retain, _asked, where, "stand in an earlier split")
+    if missing := {"dev", "test"} - {question["split"] for question in retain}:
+        raise ConfigError(
+            f"benchmarks.yaml: data.retain_questions: {data.retain_questions} has no question of the {min(missing)} "
+            "split that stands nowhere else; add questions"
+        )
     truths = rows("truthfulqa", "multiple_choice", "validation", "question", *TARGETS)
     retain_rows = _documents(rows("retain_corpus", "wikitext-2-raw-v1", "test", "text"), "retain")
     retain_texts = first_of_each(retain_rows)

@@ -8,7 +8,6 @@ Both give the same accuracy (a test holds them equal): the answer is the letter 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,7 +120,7 @@ def harness_answers(
 ) -> list[Answer]:
     """Answers to `questions`, in their order, by lm-evaluation-harness on the model in memory. Questions of a subject
     form one task, as in MMLU, with `shots` of that subject's `solved` before each. `work_folder` holds the task data.
-    Raises ConfigError if the model computes NaN."""
+    """
     by_subject: dict[str, list[dict]] = {}
     for question in questions:
         by_subject.setdefault(question["subject"], []).append(question)
@@ -137,11 +136,6 @@ def harness_answers(
     for samples in harness_samples(model, tokenizer, tasks, batch_size).values():
         for sample in samples:
             logprobs = tuple(float(response[0]) for response in sample["filtered_resps"])
-            if any(map(math.isnan, logprobs)):  # or NaN would count as the answer A
-                raise ConfigError(
-                    "the model's log-likelihoods are not numbers: its weights are damaged, or its states overflow in "
-                    "float16; load it in bfloat16 or float32"
-                )
             name = sample["doc"]["id"]
             answers[name] = Answer(name, logprobs.index(max(logprobs)), bool(sample["acc"]), logprobs)
     return [answers[question["id"]] for question in questions]
@@ -155,8 +149,7 @@ def direct_answers(
     prompt: Callable[[dict], str] | None = None,
 ) -> list[Answer]:
     """The answers of `harness_answers`, computed without the harness, which takes about twice the time. `prompt`
-    writes a question in another way than the harness does. A model that an attack breaks, so that it computes NaN,
-    answers A."""
+    writes a question in another way than the harness does. A model that computes NaN answers A."""
     by_id = {question["id"]: question for question in questions}
     letters = [letter_token(tokenizer, letter) for letter in LETTERS]
     answers = {}
