@@ -335,11 +335,11 @@ def main() -> None:
 
 def statements_of(record: Record, before: Record | None) -> Table | None:
     """Those that the runs decide; with a record from `before` those that they test again. Of wider routers, those that
-    further base models test; the first two had been seen before."""
+    further base models test, once all of these have run; the first two had been seen before."""
     runs, further = record.of_worlds(*OF_CLAIMS), record.of_worlds("tiny_wide_further")
     if not runs.empty:
         return replication_table(before.of_worlds(*OF_CLAIMS), runs, "replication") if before else claims_table(runs)
-    if further.empty:
+    if {*further.model} != {model for model, *_ in run_keys("tiny_wide_further")}:
         return None
     wide = record.of_worlds("tiny_wide")
     return replication_table(wide[~wide.model.isin(further.model)], further, "wide")
