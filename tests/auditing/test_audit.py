@@ -473,6 +473,17 @@ def test_weights_that_are_not_finite_are_refused(pair, files, tokenizer, tmp_pat
     gripmoe.audit(pair / "original", pair / "unlearned", **given)
 
 
+def test_a_model_that_overflows_is_refused(pair, files, tokenizer, tmp_path):
+    """Its weights are finite, as in float16, and its answers are not numbers."""
+    model, _ = gripmoe.load_model(pair / "unlearned")
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.gate_up_proj.mul_(1e4)
+        model.model.layers[1].mlp.experts.down_proj.fill_(3e38)
+    gripmoe.save_model(model, tokenizer, tmp_path / "broken")
+    with pytest.raises(ConfigError, match="--unlearned: the model computes NaN in torch.float32, though its weights"):
+        gripmoe.audit(pair / "original", tmp_path / "broken", **files, attacks=[], output=tmp_path / "audit")
+
+
 def test_an_unlearned_model_with_the_original_weights_is_told(pair, files, capsys):
     said = "--unlearned has the weights of --original"
     gripmoe.audit(pair / "original", pair / "original", **files, attacks=[])

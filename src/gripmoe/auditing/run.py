@@ -6,6 +6,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -301,8 +302,14 @@ READ = {"accuracy": ("truthfulqa",), "changes": (), "routing": ("forget_corpus",
 
 
 def _seconds(moe: MoEModel, tokenizer, questions: Sequence[dict]) -> float:
-    """Seconds of one pass over the questions, after a first pass."""
-    direct_answers(moe.model, tokenizer, questions)
+    """Seconds of one pass over the questions, after a first pass. Raises ConfigError if the model computes NaN: such an
+    answer is always A, as if the model had forgotten."""
+    answers = direct_answers(moe.model, tokenizer, questions)
+    if any(math.isnan(logprob) for answer in answers for logprob in answer.letter_logprobs):
+        raise ConfigError(
+            f"--unlearned: the model computes NaN in {moe.model.dtype}, though its weights are finite: load it in "
+            "bfloat16 or float32, or save a model from before it diverged"
+        )
     started = time.perf_counter()
     direct_answers(moe.model, tokenizer, questions)
     return time.perf_counter() - started
