@@ -61,7 +61,7 @@ def prepare_model(
 
 
 def download(config: PublishedModel, output: Path) -> None:
-    """Its code alone decides whether a published model is prepared again."""
+    """Downloads a published model and saves it. This code alone decides whether it is prepared again."""
     with recorded(provenance_of(output), download):
         model, tokenizer = load_published(config, original=True)  # of one that is refused no folder is left
         with exclusive(output.parent):

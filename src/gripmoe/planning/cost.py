@@ -134,10 +134,9 @@ class Costs:
         on however many GPUs."""
         question = self._question(step)
         of_model = self._of_model(question)
-        averages = (
-            2 * of_model["gradients"] if question["training"].get("average_decay") else 0
-        )  # fp32, of bf16 weights
-        bases = of_model["basis"] if question["method"].get("basis") == "cached" else 0
+        is_averaged, has_growing_bases = question["training"]["average_decay"], question["method"]["basis"] == "cached"
+        averages = 2 * of_model["gradients"] if is_averaged else 0  # in fp32, of weights in bf16
+        bases = of_model["basis"] if has_growing_bases else 0
         return question["processes"] * (of_model["weights"] + of_model["states"] + averages + bases) / GB
 
     # From measurements to a cost
