@@ -1,10 +1,10 @@
-"""Unlearning in mixture-of-experts models under geometric router constraints (the GRIP paper), measured honestly.
+"""Unlearning in mixture-of-experts models under geometric router constraints, after the GRIP paper.
 
 `gripmoe.constrain` constrains the routers in any training loop (Method A and others). `gripmoe.remember` and
-`gripmoe.realign` refit them after training (Method B). `gripmoe.save_model` and `gripmoe.load_model` keep them in fp32.
-`gripmoe.RelearningAdversary` makes forgetting more robust to relearning. `gripmoe.audit` says what an unlearned model
-forgot and what it hides. `gripmoe.routing_stability` says how much of the routing stays. Heavy packages are imported on
-first use.
+`gripmoe.realign` refit them after training (Method B). `gripmoe.save_model` and `gripmoe.load_model` keep routers
+in fp32. `gripmoe.RelearningAdversary` makes forgetting more robust to relearning. `gripmoe.audit` says what an
+unlearned model forgot and what it hides. `gripmoe.routing_stability` says how much of the routing stays. Heavy packages
+are imported on first use.
 """
 
 from __future__ import annotations

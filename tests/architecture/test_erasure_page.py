@@ -409,7 +409,7 @@ def test_the_table_of_attacks_is_the_records():
     table = attack_quality(RUNS)
     shown = ["knows", "never knew", "moves", "moves unlearned", "finds"]
     found = [dict(zip(table.columns, cells, strict=True)) for _, cells, _ in table.rows]
-    assert [row[1:] for row in rows("What the attacks are worth")] == [[c[name].text for name in shown] for c in found]
+    assert [row[1:] for row in rows("The quality of attacks")] == [[c[name].text for name in shown] for c in found]
 
 
 def test_what_harmless_finetuning_does_is_the_records():

@@ -4,6 +4,7 @@ import itertools
 from contextlib import nullcontext
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from gripmoe.auditing.inputs import OF_OTHER_FACTS, TABLE, Named, named, own, settings_of
@@ -166,6 +167,13 @@ def test_one_letter_is_not_the_answer_of_most_questions(asked, same, refused):
     rows = [row if n < same * len(rows) else row | {"answer": next(others)} for n, row in enumerate(rows)]
     with pytest.raises(ConfigError, match="A is right in .*: shuffle the choices") if refused else nullcontext():
         own(rows, asked.retain)
+
+
+def test_a_table_of_questions_is_refused(asked):
+    table = pd.DataFrame(asked.forget)
+    with pytest.raises(ConfigError, match="--questions: a table; give its rows, such as"):
+        own(table, asked.retain)
+    own(table.to_dict("records"), asked.retain)
 
 
 @pytest.mark.parametrize("both", ["--forget-text, --retain-text", "--forget-text, --holdout-text"])

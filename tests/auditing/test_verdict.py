@@ -14,12 +14,14 @@ from gripmoe.auditing.verdict import (
     NOT_DECIDED,
     NOTHING_FOUND,
     counted,
+    guessing,
     interval_over_facts,
     judge,
     what_returns,
 )
 from gripmoe.reporting import paired
 from gripmoe.reporting.paired import paired_interval
+from gripmoe.reporting.scores import FOUR_WAY
 
 COUNT = 240
 FACTS = {f"q{n}": f"fact {n // 2}" for n in range(COUNT)}
@@ -229,3 +231,40 @@ def test_few_questions_decide_little():
     }
     assert judge(few, FACTS).word == "not decided"
     assert word(forced_forget_accuracy=0.45) == "hides", "the control: as many right of ten times as many"
+
+
+def test_a_model_that_always_gives_one_letter_knows_nothing():
+    """Of questions with the answer C in 0.5, a destroyed model seems to keep what it knew, or to hide it from an attack
+    that changes its letter. The control: the verdicts with a guess of 0.25."""
+    letters = [2 if n % 2 else (0, 1, 3)[n % 3] for n in range(COUNT)]
+    guess = guessing(letters)
+    assert guess == 0.5 and guessing([n % 4 for n in range(COUNT)]) == FOUR_WAY
+    models = scores()
+    given = {letter: {q: float(right == letter) for q, right in zip(FACTS, letters, strict=True)} for letter in (0, 2)}
+    models["unlearned"] = {"forget_accuracy": given[2]}
+    assert judge(models, FACTS).word == "not forgotten"
+    assert judge(models, FACTS, guess=guess).word != "not forgotten"
+    models["unlearned"] = {"forget_accuracy": given[0], "prompt_choice_shuffle": given[2]}
+    assert judge(models, FACTS).word == "hides"
+    assert judge(models, FACTS, guess=guess).word == "nothing found"
+
+
+def test_the_share_of_a_letter_that_chance_explains_is_no_guess():
+    assert guessing([0] * 70 + [1, 2, 3] * 57) == FOUR_WAY, "0.29 of 241"
+    assert guessing([0] * 10 + [1, 2, 3] * 4) == FOUR_WAY, "0.45 of 22"
+    assert guessing([0] * 90 + [1, 2, 3] * 50) == 0.375
+
+
+def test_intervals_of_few_facts_hold_what_they_promise():
+    """The control: a bootstrap of five facts with eight questions each."""
+    rng, missed = np.random.default_rng(0), {"student": 0, "bootstrap": 0}
+    for _ in range(200):
+        of_facts = rng.normal(0.5, 0.3, 5).repeat(8) + rng.normal(0.0, 0.2, 40)
+        values = pd.Series(of_facts, [f"q{n}" for n in range(40)])
+        facts = {f"q{n}": f"fact {n // 8}" for n in range(40)}
+        for kind, least in (("student", paired.MANY_FACTS), ("bootstrap", 0)):
+            with patch.object(paired, "MANY_FACTS", least):
+                _, low, high = interval_over_facts(values, facts)
+            missed[kind] += not low <= 0.5 <= high
+    assert missed["student"] <= 18, "of 200, where 10 are expected"
+    assert missed["bootstrap"] > 20

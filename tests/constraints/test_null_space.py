@@ -1,6 +1,7 @@
 """Method A on a real optimizer: what it promises, and the controls without the mechanism."""
 
 import functools
+import json
 import weakref
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import Unconstrained
 from gripmoe.constraints.hooks import ConstraintHandle
-from gripmoe.constraints.null_space import NullSpace, NullSpacePaper, fit_bases, null_space_of
+from gripmoe.constraints.null_space import NullSpace, NullSpacePaper, constrained_trace, fit_bases, null_space_of
 from gripmoe.data.batches import batches_of
 from gripmoe.geometry import screening
 from gripmoe.geometry.halfspace import nearest_feasible, violation
@@ -276,6 +277,24 @@ def test_the_papers_full_null_space_is_stage_1_alone_with_every_token():
     assert 0 < basis.ranks.item() < 32
     torch.testing.assert_close(moved["layer"], basis.project(update))
     assert (moved["expert"] - basis.project(moved["expert"])).norm() > 0.1, "the control"
+
+
+@pytest.mark.parametrize("name", [name for name, method in method_table().items() if method.has_bases])
+def test_bases_depend_on_the_settings_that_name_them_alone(name):
+    """The workflow fits bases again when these settings change, and other steps refuse bases of other settings."""
+    read = set()
+
+    class Recording:
+        def __getattr__(self, key):
+            read.add(key)
+            return getattr(method_table()[name], key)
+
+    moe = MoEModel(small_model())
+    retain, forget = moe.trace([random_batch(seed=0)]), moe.trace([random_batch(seed=1)])
+    fit_bases(constrained_trace(Recording(), retain, forget), moe.rules(), Recording())
+    named = set(json.loads(method_table()[name].fitted_with))
+    assert {"surface", "eps_null", "granularity", "max_rank"} <= read, "the control: the settings are read here"
+    assert read <= named < Method.OF_BASES
 
 
 def test_cached_bases_keep_the_originals_tokens_and_all_that_came_since():

@@ -143,14 +143,26 @@ def test_recited_and_true_text_are_read_alike(model, tokenizer, bos_tokenizer, n
     article = news.verbmem[0]
     rows = [{**article, "gt": f"{article['gt']} <eos>"}]
     for reader in (tokenizer, bos_tokenizer):
-        recited = reader.decode(reader(rows[0]["gt"])["input_ids"][:128], skip_special_tokens=True)
-        monkeypatch.setattr("gripmoe.evaluation.muse.continuations", lambda *_, text=recited: [text])
+        recited = reader(rows[0]["gt"])["input_ids"]
+        monkeypatch.setattr("gripmoe.evaluation.muse._continued", lambda *_, ids=recited: [ids])
         assert verbatim_memory(model, reader, rows) == {article["id"]: 100.0}
     long = [{**article, "gt": " ".join(["A", "B"] * 80)}]
+    written = tokenizer(" ".join(["A", "B"] * 64))["input_ids"]
     for reader, words in ((tokenizer, 128), (bos_tokenizer, 127)):
-        monkeypatch.setattr("gripmoe.evaluation.muse.continuations", lambda *_: [" ".join(["A", "B"] * 80)])
+        monkeypatch.setattr("gripmoe.evaluation.muse._continued", lambda *_: [written])
         (score,) = verbatim_memory(model, reader, long).values()
-        assert score == pytest.approx(100 * 2 * words / (160 + words))
+        assert score == pytest.approx(100 * 2 * words / (128 + words))
+
+
+def test_a_model_that_recites_a_text_and_goes_on_has_recited_it(model, tokenizer, news, monkeypatch):
+    """A finetuned model ends a recited article, and forgets to within a few steps of any training."""
+    article = news.verbmem[0]
+    recited, further = tokenizer(article["gt"])["input_ids"], tokenizer(news.verbmem[1]["gt"])["input_ids"]
+    assert len(recited) < len(recited + further) <= 128, "the benchmark's own limit cuts nothing here"
+    monkeypatch.setattr("gripmoe.evaluation.muse._continued", lambda *_: [recited + further])
+    assert verbatim_memory(model, tokenizer, [article]) == {article["id"]: 100.0}
+    monkeypatch.setattr("gripmoe.evaluation.muse._continued", lambda *_: [further + recited])
+    assert verbatim_memory(model, tokenizer, [article])[article["id"]] < 60.0, "the control"
 
 
 def test_padding_does_not_count_in_membership(model, tokenizer, news):

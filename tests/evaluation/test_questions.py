@@ -146,7 +146,9 @@ def test_a_tokenizer_with_a_bos_is_followed_as_the_harness_does(tokenizer, bos_t
     assert (torch.tensor(without) - torch.tensor(by_harness)).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("subject", ["C [advanced]", "std::vector", "a/b", "C {{x}}", "a {% b", "s" * 250])
+@pytest.mark.parametrize(
+    "subject", ["C [advanced]", "std::vector", "a/b", "C {{x}}", "a {% b", "{{ x }} {% endraw %}", "s" * 250]
+)
 def test_a_subject_may_have_any_characters(subject, tokenizer, questions, tmp_path):
     model, asked = small_model(vocabulary_size=len(tokenizer)), [{**row, "subject": subject} for row in questions[:4]]
     by_harness = harness_answers(model, tokenizer, asked, work_folder=tmp_path, batch_size=4)

@@ -647,6 +647,15 @@ def test_a_schedule_free_optimizer_is_refused_where_its_steps_are_constrained():
     gripmoe.constrain(model, optimizer, [random_batch()], method="frozen_router").close()
 
 
+def test_an_optimizer_without_a_rate_is_refused_where_gradients_are_projected_by_it():
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None  # as of transformers' Adafactor with relative steps
+    with pytest.raises(ValueError, match="projects gradients by the learning rate, and the optimizer has none"):
+        gripmoe.constrain(model, optimizer, [random_batch()], method="reparameterized")
+    gripmoe.constrain(model, optimizer, [random_batch()]).close()
+
+
 def test_a_model_whose_optimizer_holds_what_trains():
     """The first router is frozen and not in the optimizer; the other is constrained."""
     model = small_model()

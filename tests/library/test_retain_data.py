@@ -325,6 +325,15 @@ def test_a_handle_refuses_a_packed_row_in_training(tokenizer, texts):
                 model(**batch)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_tokens_may_be_narrow_integers(dtype):
+    """As files of tokens hold them."""
+    model = small_model()
+    given = ({"input_ids": ids, "attention_mask": torch.ones_like(IDS)} for ids in (IDS, IDS.to(dtype)))
+    (wide,), (narrow,) = (batches_of(batch, "retain", model) for batch in given)
+    assert torch.equal(narrow.input_ids, wide.input_ids) and narrow.input_ids.dtype == torch.int64
+
+
 def test_a_table_is_refused(tokenizer, texts):
     """Its iterator gives the names of its columns."""
     model = small_model()

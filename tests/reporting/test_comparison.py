@@ -100,7 +100,7 @@ def test_method_b_says_of_how_many_layers_its_own_test_accepts_the_router():
     accepted = [one.assign(metric=f"accepted_layer_{layer}", value=[1.0, float(layer == 0)]) for layer in range(4)]
     table = comparison(pd.concat([runs, *accepted]), "main_results")
     assert row(table, "Method A, paper")[0] == "Method A, paper (2.5 of 4 layers)"
-    assert "where Method B's own test accepts its router" in str(table.below)
+    assert "layers in which Method B's acceptance test accepts its router" in str(table.below)
     all_of_them = pd.concat([runs, *(part.assign(value=1.0) for part in accepted)])
     assert row(comparison(all_of_them, "main_results"), "Method A, paper")[0] == "Method A, paper"
 
@@ -137,6 +137,7 @@ def test_rows_over_different_runs_say_over_how_many_and_only_those_over_most_com
 def test_an_objective_and_a_method_that_nobody_has_named_are_shown(name):
     spec = specification(name)
     metrics = dict.fromkeys(spec["measured"], 0.5) | {"routing_stability_layer_0": 0.5}
+    metrics |= {"knowmem_retain": 50.0} if "knowmem_retain" in metrics else {}
     by_benchmark = any("benchmark" in block for block in spec["blocks"])
     benchmark = "muse_tiny" if spec.get("kind") == "news" else "wmdp_tiny"
     rows = [
@@ -151,6 +152,17 @@ def test_an_objective_and_a_method_that_nobody_has_named_are_shown(name):
     assert list(found)[-1] == "my loss" or by_benchmark
     baselines = [block for block in spec["blocks"] if "objective" not in block]
     assert [block for block, _ in table.blocks].count("") == len(baselines), "who trained nothing has no objective"
+
+
+def test_a_run_that_answers_hardly_any_question_about_retain_articles_is_marked():
+    rows = [
+        ("tiny_news_a", "muse_tiny", objective, method, 0, "knowmem_retain", value)
+        for objective, method, value in [("none", "retrained", 5.0), ("gd", "seuf", 9.0), ("gd", "anchored", 40.0)]
+    ]
+    table = comparison(pd.DataFrame(rows, columns=COLUMNS), "muse_results")
+    labels = [label for _, entries in table.blocks for label, _, _ in entries]
+    marked = {label.removesuffix(" §") for label in labels if label.endswith(" §")}
+    assert marked == {names.method_label("seuf")}
 
 
 def test_external_checkpoints_are_marked_as_our_runs_are():

@@ -31,6 +31,8 @@ def _rows(source: Source, flag: str, *keys: str) -> tuple[str, list[Mapping[str,
     """The name of the source for messages, and its rows."""
     if isinstance(source, str | Path):
         return f"{flag} {source}", read_jsonl(Path(source), *keys)
+    if hasattr(source, "iloc") and hasattr(source, "columns"):  # iterating over a table gives the names of its columns
+        raise ConfigError(f"{flag}: a table; give its rows, such as `table.to_dict('records')`")
     try:
         rows = list(source)
     except TypeError:

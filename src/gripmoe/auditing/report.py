@@ -18,7 +18,7 @@ from gripmoe.attacks.base import Found
 from gripmoe.attacks.prompts import ORDER
 from gripmoe.auditing.charts import charts_of
 from gripmoe.auditing.plan import NOT_CHOSEN
-from gripmoe.auditing.verdict import COUNTED, Verdict, counted, interval_over_facts, judge
+from gripmoe.auditing.verdict import COUNTED, Verdict, counted, guessing, interval_over_facts, judge
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json, write_text
@@ -61,7 +61,9 @@ class AuditReport:
         attacks = dict.fromkeys(row["attack"] for row in COUNTED.values())
         not_made = [name for name in attacks if name in self.absent]
         scores = {name: found.scores for name, found in self.found.items()}
-        return judge(scores, self.facts, not_made, self.found["unlearned"].metrics)
+        asked = self.found["unlearned"].scores["forget_accuracy"]
+        guess = guessing([question["answer"] for question in self.questions if question["id"] in asked])
+        return judge(scores, self.facts, not_made, self.found["unlearned"].metrics, guess)
 
     @cached_property
     def _measures(self) -> pd.DataFrame:
@@ -167,7 +169,7 @@ class AuditReport:
         before, after = (self.found[name].metrics["retain_accuracy"] for name in ("original", "unlearned"))
         lost = ", little more than a guess: the model may be destroyed, and then it seems to have forgotten too"
         said = f"retain accuracy is {after:.2f} ({before:.2f} in the original model)"
-        return said + lost * (after <= COLLAPSED < before)
+        return said + lost * (after <= COLLAPSED["retain_accuracy"] < before)
 
     @property
     def not_made(self) -> list[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+from scipy.special import bdtrc  # scipy.stats takes a second to import
 
 from gripmoe.io.files import read_yaml
 from gripmoe.reporting.paired import paired_interval
@@ -34,20 +36,21 @@ def judge(
     facts: Mapping[str, str],
     not_made: Collection[str] = (),
     metrics: Mapping[str, float] | None = None,
+    guess: float = FOUR_WAY,
 ) -> Verdict:
     """The verdict on `scores` of the models "original", "unlearned" and perhaps "retrained". `facts` has the fact of
     each question, `not_made` the attacks that were not made, and `metrics` those of the unlearned model, which say of
-    some attacks how many were tried.
+    some attacks how many were tried. `guess` is the accuracy of guessing.
 
     Intervals are those of `interval_over_facts`. Those of what attacks return hold jointly at 95 %."""
     before, own = (_series(scores[name]["forget_accuracy"]) for name in ("original", "unlearned"))
-    never = own * 0 + FOUR_WAY  # what a model without the knowledge answers of each question
-    if "retrained" in scores and (retrained := _series(scores["retrained"]["forget_accuracy"])).mean() > FOUR_WAY:
+    never = own * 0 + guess  # what a model without the knowledge answers of each question
+    if "retrained" in scores and (retrained := _series(scores["retrained"]["forget_accuracy"])).mean() > guess:
         never = retrained
     floor = never.mean()
     known, known_low, _ = interval_over_facts(before - never, facts)
     lost = before.mean() - max(own.mean(), floor)
-    returned = what_returns(scores, facts, metrics)
+    returned = what_returns(scores, facts, metrics, guess)
     if known_low <= 0:
         sentence = (
             f"the original model knows too little of the forget questions: its accuracy is {before.mean():.2f}, and "
@@ -111,7 +114,10 @@ def _steps(name: str, scores: Scores) -> dict[int, str]:
 
 
 def what_returns(
-    scores: Mapping[str, Scores], facts: Mapping[str, str], metrics: Mapping[str, float] | None = None
+    scores: Mapping[str, Scores],
+    facts: Mapping[str, str],
+    metrics: Mapping[str, float] | None = None,
+    guess: float = FOUR_WAY,
 ) -> pd.DataFrame:
     """A row per attack that was made: forget accuracy under it (`accuracy`); and `returned`, what it adds to the
     accuracy without it (or to guessing, if that is more) minus what it adds in its control, with `low` and `high`,
@@ -121,14 +127,14 @@ def what_returns(
     made = counted(unlearned)
     rows = []
     for metric, row in made.items():
-        gain, control = _gain(unlearned, metric), row["control"]
+        gain, control = _gain(unlearned, metric, guess), row["control"]
         against, counts = None, True
         if retrained.get(metric):
-            against, control = _gain(retrained, metric), "retrained"
+            against, control = _gain(retrained, metric, guess), "retrained"
         elif control == "retrained" or "retrained" in scores:  # not measured under this attack
             counts, control = False, "retrained"
         elif control != "chance" and unlearned.get(control):
-            against = _gain(unlearned, control)
+            against = _gain(unlearned, control, guess)
         if against is not None and against.mean() > 0:
             gain = (gain - against).dropna()
         tests = len(made) * _tests(metric, unlearned, metrics or {})  # each attack has an equal share of the 5 %
@@ -151,11 +157,20 @@ def _tests(metric: str, scores: Scores, metrics: Mapping[str, float]) -> int:
     return sum(name.startswith(layers) for name in scores) or 1
 
 
-def _gain(scores: Scores, metric: str) -> pd.Series:
+def guessing(answers: Sequence[int]) -> float:
+    """The accuracy of a model that guesses: 0.25, or the share of the most frequent right letter where chance does not
+    explain this share (one-sided binomial test at 1 %). `answers` has the number of the right letter of each question.
+    A model that unlearning destroyed often gives one letter always."""
+    ((_, count),) = Counter(answers).most_common(1)
+    p = bdtrc(count - 1, len(answers), FOUR_WAY)
+    return count / len(answers) if p < 0.01 else FOUR_WAY
+
+
+def _gain(scores: Scores, metric: str, guess: float) -> pd.Series:
     """By question, the gain over the accuracy without attack, or over guessing if that is more."""
     attacked = _series(scores[metric])
     own = _series(scores["forget_accuracy"])[attacked.index]
-    return attacked - own - max(0.0, FOUR_WAY - own.mean())
+    return attacked - own - max(0.0, guess - own.mean())
 
 
 def _series(scores: Mapping[str, float]) -> pd.Series:

@@ -31,12 +31,16 @@ def audit(
     holdout_text: Annotated[Path | None, read_file("--holdout-text", "Documents that no model has seen.")] = None,
     attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}. Default: all.")] = None,
     relearning: Annotated[
-        str | None, typer.Option(metavar="JSON", help=f"Of {', '.join(Relearning.model_fields)}: those that differ.")
+        str | None,
+        typer.Option(metavar="JSON", help=f"Changed settings of relearning: {', '.join(Relearning.model_fields)}."),
     ] = None,
-    budget: Annotated[float | None, typer.Option(help="Minutes; later measurements are skipped.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Minutes. The audit skips measurements that would end later.")
+    ] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run code that lies in a model's folder.")] = False,
     plan_only: Annotated[
-        bool, typer.Option(help="Say what it takes, from config.json alone, and stop; for models in bf16 or fp16.")
+        bool,
+        typer.Option(help="Estimate minutes and GPU memory from config.json, and stop. For models in bf16 or fp16."),
     ] = False,
 ) -> None:
     """Measure and attack an unlearned model beside its original.

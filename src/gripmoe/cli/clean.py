@@ -33,7 +33,7 @@ def clean(
     *,
     world: World = "tiny",
     config: ConfigFolder = Path("workflow/config"),
-    unlisted: Annotated[bool, typer.Option("--unlisted", help="List what no world names.")] = False,
+    unlisted: Annotated[bool, typer.Option("--unlisted", help="List files that no world names.")] = False,
     remove: Annotated[bool, typer.Option("--remove", help="Remove what is listed.")] = False,
 ) -> None:
     """List what belongs to one world alone, or remove it.

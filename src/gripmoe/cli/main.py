@@ -33,7 +33,7 @@ COMMANDS = {
         "finetune-model": "Finetune a base model on the documents of a news benchmark.",
         "trace-routing": "Record inputs, scores and selections of the original routers on retain and forget documents.",
         "fit-basis": "Fit the retain bases of a method.",
-        "unlearn": "Train a run until it has forgotten.",
+        "unlearn": "Train a run until it meets its forget target, or for its maximum number of steps.",
         "import-checkpoint": "Import a model that others have unlearned.",
         "edit-weights": "Erase words, or remove experts, without training.",
         "realign": "Correct a finished run: Method B, the original routers, or UNDO.",

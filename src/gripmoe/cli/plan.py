@@ -36,8 +36,12 @@ def plan(
     host_memory: Annotated[float, typer.Option(min=LEAST, help="GB of each machine.")] = 2000.0,
     jobs_at_once: Annotated[int, typer.Option("--jobs", min=1, help="Jobs that run at once, for the disk.")] = 100,
     budget: Annotated[float | None, typer.Option(min=0, help="Hours; exit code 2 above them.")] = None,
-    all_runs: Annotated[bool, typer.Option("--runs", help="List every run, not the most expensive alone.")] = False,
-    tflops: Annotated[float, typer.Option(min=LEAST, help="Speed of a GPU, for hours without a record.")] = TFLOPS,
+    all_runs: Annotated[
+        bool, typer.Option("--runs", help="List all runs, instead of the most expensive ones.")
+    ] = False,
+    tflops: Annotated[
+        float, typer.Option(min=LEAST, help="Assumed speed of a GPU in TFLOP/s, for jobs without a recorded time.")
+    ] = TFLOPS,
     methods_table: Annotated[
         bool, typer.Option("--methods-table", help="Print only a table of what a step of each method costs.")
     ] = False,

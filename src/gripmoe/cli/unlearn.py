@@ -48,7 +48,7 @@ def unlearn(
     retrained_file: options.RetrainedFile = None,
     original_answers: Annotated[
         Path | None,
-        typer.Option("--original-answers", help="A folder for what runs ask of the original model, which they share."),
+        typer.Option("--original-answers", help="The folder of outputs of the original model, which runs share."),
     ] = None,
     processes: options.Processes = 1,
     checkpoint_every: Annotated[
@@ -59,16 +59,18 @@ def unlearn(
         ),
     ] = None,
     original_memory: Annotated[
-        float, typer.Option("--original-memory", help="GB of host memory for --original-answers; the rest is read.")
+        float,
+        typer.Option("--original-memory", help="GB of host memory for these outputs. The rest is read from disk."),
     ] = 8.0,
     basis_memory: Annotated[
-        float, typer.Option("--basis-memory", help="GB of each GPU for the bases; the rest is copied.")
+        float, typer.Option("--basis-memory", help="GB of each GPU for the bases. The rest is copied from host memory.")
     ] = 16.0,
     basis_host_memory: Annotated[
-        float, typer.Option("--basis-host-memory", help="GB of host memory for that rest; yet more is read.")
+        float,
+        typer.Option("--basis-host-memory", help="GB of host memory for the other bases. The rest is read from disk."),
     ] = 64.0,
 ) -> None:
-    """Train a run until it has forgotten.
+    """Train a run until it meets its forget target, or for its maximum number of steps.
 
     An interrupted run continues from its last state.
 

@@ -58,6 +58,10 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
+        if constraint.of_gradient and any(group["lr"] is None for group in optimizer.param_groups):
+            raise ValueError(
+                "the method projects gradients by the learning rate, and the optimizer has none: give it `lr`"
+            )
         model.require_free()
         self.model, self.constraint, self.loss_bound, self.origin = model, constraint, loss_bound, origin
         self.is_lifted = False

@@ -166,6 +166,7 @@ def _checked(item: Any, where: str) -> tuple[dict[str, Any], Tensor]:
         raise ValueError(f"{where} is empty: `input_ids` has the shape {tuple(ids.shape)}")
     if ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"{where}: `input_ids` are token numbers, and these are {ids.dtype}")
+    item["input_ids"] = ids = ids.long()
     if (lengths := item.pop("seq_lengths", None)) is not None:  # TRL packs so
         flat = lengths.flatten() if isinstance(lengths, Tensor) else torch.as_tensor(sum(map(list, lengths), []))
         item["cu_seq_lens_q"] = F.pad(flat.cumsum(0), (1, 0))

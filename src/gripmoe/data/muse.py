@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Mapping
 
-from gripmoe.data.published import dev_or_test, load_rows, text_of
+from gripmoe.data.published import dev_or_test, halves, load_rows, text_of
 from gripmoe.io.errors import ConfigError
 
 CONTEXT = "context"  # the `split` of the in-context pairs
@@ -22,7 +22,7 @@ def news_files(
 
     Corpora: raw/forget to forget, raw/retain1 to retain, in a random order because Methods A and B take the first ones,
     and raw/retain2 to measure routing on tokens that unlearning did not see. Questions and prompts have a `split`:
-    "dev" for the stop rule, "test" for the tables.
+    "dev" for the stop rule, "test" for the tables. Half of the prompts are dev: there are few.
     """
 
     def rows(config: str, split: str, *columns: str) -> list[dict]:
@@ -55,9 +55,10 @@ def news_files(
             where = f"{repository}: {len(both)} questions of {part}_qa"
             print(f"{where} are left out: they stand solved before the others, in {part}_qa_icl", file=sys.stderr)
             knowmem = [row for row in knowmem if row not in both]
+    prompts = rows("verbmem", "forget", "prompt", "gt")
     verbmem = [
-        {"id": f"verbmem/{number}", "split": dev_or_test(row["prompt"]), "prompt": row["prompt"], "gt": row["gt"]}
-        for number, row in enumerate(rows("verbmem", "forget", "prompt", "gt"))
+        {"id": f"verbmem/{number}", "split": split, "prompt": row["prompt"], "gt": row["gt"]}
+        for number, (row, split) in enumerate(zip(prompts, halves([row["prompt"] for row in prompts]), strict=True))
     ]
     for name in ("verbmem", "forget_qa", "retain_qa"):
         asked = [row for row in verbmem + knowmem if row["id"].startswith(f"{name}/")]

@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,13 @@ def _truths(rows: Iterable[dict]) -> list[dict]:
 def dev_or_test(text: str) -> str:
     """Splits by a hash: "dev" (for the stop rule) for a third of all texts, "test" (reported) for the others."""
     return "dev" if hashlib.sha256(text.encode()).digest()[0] % 3 == 0 else "test"
+
+
+def halves(texts: Sequence[str]) -> list[str]:
+    """The split of each text: "dev" for the half with the lowest hashes, "test" for the others."""
+    ordered = sorted(range(len(texts)), key=lambda number: hashlib.sha256(texts[number].encode()).digest())
+    dev = set(ordered[: len(texts) // 2])
+    return ["dev" if number in dev else "test" for number in range(len(texts))]
 
 
 def _documents(rows: Iterable[dict], domain: str) -> list[dict]:

@@ -81,8 +81,20 @@ def continuations(
 ) -> list[str]:
     """Greedy continuations of the prompts. Batches are padded on the left and give the same text as single prompts.
     Without `unfinished`, a text that `max_new_tokens` cuts is empty."""
+    written = _continued(model, tokenizer, prompts, max_new_tokens)
+    ends = _ends(model, tokenizer)
+    return [
+        tokenizer.decode(ids, skip_special_tokens=True)
+        if unfinished or len(ids) < max_new_tokens or ids[-1] in ends
+        else ""
+        for ids in written
+    ]
+
+
+def _continued(model, tokenizer, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
+    """The tokens of the continuations. Texts that end before others of their batch are padded."""
     rows = encode_all(tokenizer, ((str(number), [(prompt, False)]) for number, prompt in enumerate(prompts)))
-    texts = {}
+    continued = {}
     with evaluating(model), _greedy(model):
         for bucket in length_buckets(rows, PROMPT_TOKENS_PER_PASS):
             padded = tokenizer.pad(
@@ -97,9 +109,8 @@ def continuations(
                 synced_gpus=distributed.processes() > 1,
             )
             for row, ids in zip(bucket, written[:, padded["input_ids"].shape[1] :], strict=True):
-                kept = unfinished or len(ids) < max_new_tokens or ids[-1].item() in _ends(model, tokenizer)
-                texts[row.id] = tokenizer.decode(ids, skip_special_tokens=True) if kept else ""
-    return [texts[row.id] for row in rows]
+                continued[row.id] = ids.tolist()
+    return [continued[row.id] for row in rows]
 
 
 @contextmanager
@@ -121,12 +132,12 @@ def _ends(model, tokenizer) -> set[int | None]:
 
 def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> dict[str, float]:
     """C1, by id: compares continuations with the first tokens of the true ones. As in the benchmark, the BOS is one of
-    these tokens, and special tokens are removed from both texts."""
-    written = continuations(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
-    references = [
-        tokenizer.decode(tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS], skip_special_tokens=True) for row in rows
-    ]
-    return _scored(rows, written, references)
+    these tokens, and special tokens are removed from both texts. A continuation is cut where the true one ends, so a
+    model that recites a text and goes on has recited it."""
+    true = [tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS] for row in rows]
+    written = _continued(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
+    cut = [ids[: len(reference)] for ids, reference in zip(written, true, strict=True)]
+    return _scored(rows, *(tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (cut, true)))
 
 
 def knowledge_memory(model, tokenizer, pairs: Sequence[dict], context: Sequence[dict]) -> dict[str, float]:

@@ -8,6 +8,7 @@ Both give the same accuracy (a test holds them equal): the answer is the letter 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) 
         "test_split": "test",
         "num_fewshot": shots,
         "output_type": "multiple_choice",
-        "description": f"{{% raw %}}{letter_description(subject)}{{% endraw %}}",  # the harness renders it
+        "description": f"{{{{ {json.dumps(letter_description(subject))} }}}}",  # a template that the harness renders
         "doc_to_text": template_of(LETTER_TASK),
         "doc_to_choice": list(LETTERS),
         "doc_to_target": "answer",

@@ -15,7 +15,7 @@ from gripmoe.io.files import read_json
 from gripmoe.moe import MoEModel
 
 RETAIN_QUESTIONS = 120  # of the dev split, asked at every check
-RETAIN_PAIRS = 20  # the same for news
+RETAIN_PAIRS = 40  # the same for news
 
 
 @dataclass(frozen=True)

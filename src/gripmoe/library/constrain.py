@@ -94,11 +94,12 @@ def constrain(
       per row; or a DataLoader, a Dataset, or texts with their `tokenizer`. Their original routing is recorded now, so
       call this before training.
     - `method`: a name in gripmoe/config/methods.yaml, or a `Method`.
-    - `forget`: data to forget, for SEUF, for a null space with `surface: forget` or `combined`, and for `replay`.
+    - `forget`: data to forget, for methods that train one expert or anchor its gate, for a null space with `surface:
+      forget` or `combined`, and for `replay`.
     - `original`: an untrained copy of the model. It computes what is otherwise stored for `retain`.
     - `replay`: whether passes in training mode use the original expert sets.
     - `loss_bound`: `handle.check(retain_loss)` raises `Diverged` above it.
-    - `seed`: of the draws of Algorithm 1.
+    - `seed`: of the random draws of Algorithm 1.
 
     Warns of a load-balancing loss, of weights in float16, of weight decay on routers under Method A's sound form, of
     rows that seem padded but have no mask, of retain tokens that leave no router free to move under Method A's sound

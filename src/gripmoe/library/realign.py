@@ -82,8 +82,8 @@ def realign(model: nn.Module, original: Original, *, form: str = "sound") -> dic
 
     Raises ValueError for an unknown form or family, a dense model, a model that an open handle holds, or an `original`
     that differs in layers, shapes, tokens or their number, or holds values that are not finite. Raises ValueError also
-    for a model whose hidden states are not finite. Routers in bf16 are in
-    fp32 afterwards. After an error all routers are unchanged.
+    for a model whose hidden states are not finite. Routers in bf16 are in fp32
+    afterwards. After an error all routers are unchanged.
     """
     if form not in ("sound", "paper"):
         raise ValueError(f"unknown form {form!r}; sound or paper")

@@ -359,11 +359,12 @@ def claims_table(runs: pd.DataFrame) -> Table:
         "difference (ours: 0.05, or 5 points). The CSV has what is compared, and differences from the number asked "
         "for.",
         "The primary statements are a family, corrected by Holm. The others are judged at 95 %, uncorrected: "
-        f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: at the "
-        "same level, without runs that missed the forget target or, where it is not about what is retained, kept "
-        f"no more than chance. To decide: with how many units, of new fact sets, its probability is {POWER:g} if they "
-        "are as these. Kinds of base models are judged apart, and a row shows the part that decides; of several parts "
-        "each is judged at a stricter level.",
+        f"{survive} of their {len(of_others)} verdicts survive Holm over all of them. Of those that forgot: the "
+        "verdict at the same level without runs that missed the forget target. Statements that are not about retain "
+        "accuracy leave out runs with retain accuracy at chance, too. To decide: the number of units, of new fact "
+        f"sets, with which a verdict has a probability of {POWER:g}, if their mean and spread are the same. Kinds of "
+        "base models are judged apart, and a row shows the part that decides; of several parts each is judged at a "
+        "stricter level.",
         f"{counted(verdicts)}.",
     ]
     return table

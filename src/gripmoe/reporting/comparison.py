@@ -27,7 +27,7 @@ PAPER_MODEL = "qwen3_30b_a3b"
 Measured = Callable[[pd.DataFrame, str, bool], Cell]  # the runs of a row, a metric, whether it is about news
 # From the dev split, on which runs stop, to the test split.
 FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
-MARKING = ("reached", "diverged", "corrected_after", "retain_accuracy") + tuple(
+MARKING = ("reached", "diverged", "corrected_after", *names.COLLAPSED) + tuple(
     f"{measure}{part}" for measure in FORGET_SLACK for part in ("", "_target", "_half_width")
 )
 
@@ -247,7 +247,7 @@ def unforgotten(runs: pd.DataFrame) -> list[tuple]:
 
 
 def collapsed(runs: pd.DataFrame) -> list[tuple]:
-    """The unlearned runs (KEYS) that answer retain questions by chance."""
+    """The unlearned runs (KEYS) that answer retain questions by chance or, of news, hardly any."""
     return [key for key, run in _marking(runs).items() if _collapsed(key, run)]
 
 
@@ -266,7 +266,8 @@ def _missed(run: dict[str, float]) -> bool:
 
 
 def _collapsed(key: tuple, run: dict[str, float]) -> bool:
-    return key[KEYS.index("method")] not in names.NOT_UNLEARNED and run.get("retain_accuracy", nan) <= names.COLLAPSED
+    poor = any(run.get(measure, nan) <= level for measure, level in names.COLLAPSED.items())
+    return poor and key[KEYS.index("method")] not in names.NOT_UNLEARNED
 
 
 def _overshot(run: dict[str, float]) -> bool:
@@ -317,10 +318,10 @@ def _notes(runs: pd.DataFrame, spec: dict, table: Table, counts: set[int]) -> li
     spread = {1: "", 2: " ± half the range,"}.get(runs_in_row, " ± 95 % t-interval,")
     spread += " where n = 2 half the range," if runs_in_row > 2 and 2 in counts else ""
     if models > 1 and not of_one_model:
-        of_many = " ± 95 % t-interval over base models (of two half their range),"
+        of_many = " ± 95 % t-interval over base models (of two: half their range),"
         spread = of_many if models >= LEAST else " ± half the range of two base models,"
     cells = [cell for _, measured, _ in table.rows for cell in measured if cell.value is not None]
-    spread += " without ± one run," if spread and any(cell.half_width is None for cell in cells) else ""
+    spread += " a value without ± is of one run," if spread and any(cell.half_width is None for cell in cells) else ""
     of_seeds = f"{'up to ' * (bool(counts) or not alike)}{seeds} unlearning seed{'s' * (seeds > 1)}, " if seeds else ""
     notes = [
         f"Mean over {of_seeds}{models} base model{'s' * (models > 1)}{' per block' * (len(groups) > 1)},{spread} test"
@@ -338,11 +339,13 @@ def _legend(spec: dict, table: Table, rows: list[dict], counts: set[int]) -> lis
     explained = [f"{text}: {names.metric(m).note}" for m, text in headings(spec).items() if names.metric(m).note]
     explained += [note for mark, note in names.MARKS.items() if mark in labels]
     if " layers)" in labels:
-        explained.append("(... of ... layers): those where Method B's own test accepts its router, on average of runs")
+        explained.append(
+            "(... of ... layers): layers in which Method B's acceptance test accepts its router, mean over runs"
+        )
     cells = [cell for _, measured, paper in table.rows for cell in (*measured, *paper)]
     if counts or any(" (n = " in cell.text for cell in cells):
         explained.append(
-            "(n = ...) runs of a row where rows of its block differ in them, and runs with a value where some have none"
+            "(n = ...) runs of a row, if rows of the block have different numbers of runs; in a cell, runs with a value"
         )
     if any(cell.best for cell in cells):
         fewer = ", nor rows over fewer runs" * bool(counts)

@@ -18,6 +18,7 @@ RUN_OF_OBJECTIVE = ["model", "benchmark", "seed"]
 AGAINST = "unconstrained"
 RESAMPLES = 4000
 LEAST_TAIL = 50  # resamples beyond an end of an interval, below which they do not tell where it lies
+MANY_FACTS = 30  # with fewer, intervals of a bootstrap are too narrow
 MEASURES = ("forget_accuracy", "retain_accuracy", "verbmem", "knowmem_forget", "knowmem_retain")
 
 
@@ -27,14 +28,15 @@ def paired_interval(
     """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
     asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
     over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement. For a
-    single run at a level so strict that fewer than LEAST_TAIL resamples lie beyond each end, it is Student's over the
-    run's facts. Raises ValueError if these are fewer than two."""
+    single run with fewer than MANY_FACTS facts, or at a level so strict that fewer than LEAST_TAIL resamples lie beyond
+    each end, it is Student's over the run's facts. Raises ValueError if these are fewer than two."""
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()
         mean, half = float(of_models.mean()), student(of_models, level)
         return mean, mean - half, mean + half
-    if len(differences) == 1 and RESAMPLES * (1 - level) / 2 < LEAST_TAIL:
+    few = differences[0].index.nunique() < MANY_FACTS
+    if len(differences) == 1 and (few or RESAMPLES * (1 - level) / 2 < LEAST_TAIL):
         half = _over_facts(differences[0], level)
         return float(observed[0]), float(observed[0]) - half, float(observed[0]) + half
     generator = np.random.default_rng(0)
