@@ -59,7 +59,7 @@ def test_news_has_two_measures_and_each_attack_adds_to_its_own():
     table = attack_matrix(runs_of([unlearned, retrained], verbmem=20.0), pd.DataFrame(items), "muse_attack_matrix")
     found = entries(table)
     added = found["Unconstrained"]
-    assert (added["C1"].text, added["C2"].text) == ("20 ± 0", "30 ± 12")
+    assert (added["C1"].text, added["C2"].text) == ("20 ± 0", "30 ± 13")
     assert added["+ forced C1"].value == 50.5 and 0 < added["+ forced C1"].half_width < 1 < added["C2"].half_width
     assert added["+ forced C2"].value == 25.0 and added["+ routers"].value == 50.0, "not 50 - 30"
     assert found["Retrained model"]["+ routers"].value == 0.0 and added["+ 4 bit"].text == "–"

@@ -113,7 +113,8 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
     table.notes = [
         f"Differences to {names.method_label(AGAINST).lower()} on the same test {items}; ± half of a 95 % interval:"
         f" Student's over base models from three on, below a bootstrap of {RESAMPLES} resamples of runs and of {facts}"
-        " within runs. The interval of a single run tells two models apart, not two methods.",
+        f" within runs (of one run with fewer than {MANY_FACTS} {facts}, Student's). The interval of"
+        " a single run tells two models apart, not two methods.",
         "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."
         if letters
         else f"{'; '.join(explained)}.",
