@@ -81,28 +81,12 @@ def audit(
     that are not finite; ModuleNotFoundError without the extras `eval` and `report`."""
     started = time.monotonic()
     require_extras("eval", "report")
-    if isinstance(attacks, str):
-        raise ConfigError(f"--attacks: {attacks!r} is a string; give a list of names")
-    chosen = list(ATTACKS) if attacks is None else list(attacks)
-    measures_of(chosen, {}, dense=False)  # raises for unknown names, before anything is read
+    chosen = _chosen(attacks)
     if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
         raise ConfigError(f"--budget: {budget!r} minutes; give a positive number")
-    if output and Path(output).is_file():
-        raise ConfigError(f"--output {output}: this is a file; give a folder")
-    for name, what in (("config.json", "a model"), ("index.html", "a page of something else")):
-        if output and (Path(output) / name).exists() and not (Path(output) / "state").is_dir():
-            raise ConfigError(f"--output {output}: this folder holds {what}; give another one")
-    if forget is None:
-        raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
-    if isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
-        named_row(forget)  # raises for an unknown name
-        if not (retain is None and forget_text is None and retain_text is None and holdout_text is None):
-            raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the others out")
-        inputs = named(forget, relearning)
-    elif retain is None:
-        raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
-    else:
-        inputs = own(forget, retain, forget_text, retain_text, holdout_text, relearning)
+    if output:
+        _check_output(Path(output))
+    inputs = _inputs(forget, retain, [forget_text, retain_text, holdout_text], relearning)
     names = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained is not None else {})
     with ExitStack() as stack:
         made, _ = measures_of(chosen, inputs.absent, dense=False)
@@ -116,12 +100,7 @@ def audit(
         config = loaded["original"].config.get_text_config()
         inputs.check_questions(tokenizer, getattr(config, "max_position_embeddings", None) or sys.maxsize)
         digests = {name: weights_digest(model) for name, model in loaded.items()}
-        if digests.get("retrained") == digests["original"]:
-            raise ConfigError("--retrained: this is the original model; give one that was trained without forget data")
-        if digests.get("retrained") == digests["unlearned"]:
-            raise ConfigError("--retrained: this is the unlearned model; give one that was trained without forget data")
-        if digests["unlearned"] == digests["original"]:
-            tqdm.write("warning: --unlearned has the weights of --original: nothing was unlearned")
+        _check_different(digests)
         moes = {name: MoEModel(model) for name, model in loaded.items()}
         for moe in moes.values():
             stack.enter_context(moe.evaluating())
@@ -133,6 +112,45 @@ def audit(
             stack.enter_context(exclusive(Path(output)))
         inputs.write(folder / "data")
         return _measured(moes, digests, tokenizer, inputs, chosen, budget, folder, started)
+
+
+def _chosen(attacks: Sequence[str] | None) -> list[str]:
+    if isinstance(attacks, str):
+        raise ConfigError(f"--attacks: {attacks!r} is a string; give a list of names")
+    chosen = list(ATTACKS) if attacks is None else list(attacks)
+    measures_of(chosen, {}, dense=False)  # raises for unknown names, before anything is read
+    return chosen
+
+
+def _check_output(folder: Path) -> None:
+    if folder.is_file():
+        raise ConfigError(f"--output {folder}: this is a file; give a folder")
+    for name, what in (("config.json", "a model"), ("index.html", "a page of something else")):
+        if (folder / name).exists() and not (folder / "state").is_dir():
+            raise ConfigError(f"--output {folder}: this folder holds {what}; give another one")
+
+
+def _inputs(forget: Source | None, retain: Source | None, texts: Sequence[Source | None], relearning: Any) -> Inputs:
+    """The questions and texts of a named benchmark, or of the user's own."""
+    if forget is None:
+        raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
+    if isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
+        named_row(forget)  # raises for an unknown name
+        if any(given is not None for given in (retain, *texts)):
+            raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the others out")
+        return named(forget, relearning)
+    if retain is None:
+        raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
+    return own(forget, retain, *texts, relearning)
+
+
+def _check_different(digests: Mapping[str, str]) -> None:
+    """Refuses a retrained model that is one of the others, and warns if nothing was unlearned."""
+    for name in ("original", "unlearned"):
+        if digests.get("retrained") == digests[name]:
+            raise ConfigError(f"--retrained: this is the {name} model; give one that was trained without forget data")
+    if digests["unlearned"] == digests["original"]:
+        tqdm.write("warning: --unlearned has the weights of --original: nothing was unlearned")
 
 
 def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None, trust_remote_code: bool):

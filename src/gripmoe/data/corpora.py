@@ -44,24 +44,10 @@ def load_corpus(
         raise ConfigError(
             f"{path}: `max_length` {max_length} leaves no room beside {len(begin)} opening tokens; raise it"
         )
-    documents: dict[str, Mapping[str, Any]] = {}
     numbered = numbered_jsonl(path, "text")[:limit]
-    for line, document in numbered:
-        name = document.get("id")
-        for key, value in {"text": document["text"], "prompt": document.get("prompt") or ""}.items():
-            if not isinstance(value, str):
-                raise ConfigError(f"{path}: `{key}` of document {name!r} is {value!r} (line {line}); give a text")
-        if not isinstance(name, str | int | None):
-            raise ConfigError(f"{path}: `id` is {name!r} (line {line}); give a text or a number")
-        if not document["text"]:
-            raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
-        if name is None or name in documents:
-            raise ConfigError(
-                f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
-            )
-        documents[name] = document
+    names = _checked_names(numbered, path)
     rows: list[Row] = []
-    for (line, _), row in zip(numbered, rows_of(documents.values(), tokenizer), strict=True):
+    for (line, _), row in zip(numbered, rows_of((document for _, document in numbered), tokenizer), strict=True):
         if end_id is not None:
             row = Row(row.id, [*row.ids, end_id], [*row.labels, end_id])
         if len(row.ids) < 2:
@@ -71,7 +57,7 @@ def load_corpus(
         if any(all(label == IGNORED for label in piece.labels[1:]) for piece in pieces):
             raise ConfigError(f"{path}: the prompt of document {row.id!r} fills `max_length` {max_length}; raise it")
         for piece in pieces:
-            if piece.id != row.id and piece.id in documents:
+            if piece.id != row.id and piece.id in names:
                 raise ConfigError(
                     f"{path}: {piece.id!r} is also the name of a part of {row.id!r}, a long one; rename it"
                 )
@@ -81,6 +67,26 @@ def load_corpus(
     if not rows:
         raise ConfigError(f"{path}: there is no document; run the step again that writes it")
     return rows[:limit]
+
+
+def _checked_names(numbered: Iterable[tuple[int, Mapping[str, Any]]], path: Path) -> set[str | int]:
+    """The ids of numbered documents. Raises ConfigError for one that `load_corpus` refuses."""
+    names: set[str | int] = set()
+    for line, document in numbered:
+        name = document.get("id")
+        for key, value in {"text": document["text"], "prompt": document.get("prompt") or ""}.items():
+            if not isinstance(value, str):
+                raise ConfigError(f"{path}: `{key}` of document {name!r} is {value!r} (line {line}); give a text")
+        if not isinstance(name, str | int | None):
+            raise ConfigError(f"{path}: `id` is {name!r} (line {line}); give a text or a number")
+        if not document["text"]:
+            raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
+        if name is None or name in names:
+            raise ConfigError(
+                f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
+            )
+        names.add(name)
+    return names
 
 
 def rows_of(documents: Iterable[Mapping[str, Any]], tokenizer) -> Iterator[Row]:
