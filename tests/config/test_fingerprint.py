@@ -110,7 +110,7 @@ def test_the_help_of_a_flag_does_not_count_and_its_default_does(copy):
     shared, own = (root / "src/gripmoe/cli" / name for name in ("options.py", "unlearn.py"))
     for file, said in (
         (shared, "the resolved configuration of the run"),
-        (own, "GB of host memory for --original-answers"),
+        (own, "GB of host memory for these outputs"),
     ):
         text = file.read_text()
         assert said in text
