@@ -75,7 +75,6 @@ def _scorer():
     return RougeScorer(["rougeL"], use_stemmer=False)
 
 
-@torch.no_grad()
 def continuations(
     model, tokenizer, prompts: Sequence[str], max_new_tokens: int, *, unfinished: bool = True
 ) -> list[str]:
@@ -91,6 +90,7 @@ def continuations(
     ]
 
 
+@torch.no_grad()
 def _continued(model, tokenizer, prompts: Sequence[str], max_new_tokens: int) -> list[list[int]]:
     """The tokens of the continuations. Texts that end before others of their batch are padded."""
     rows = encode_all(tokenizer, ((str(number), [(prompt, False)]) for number, prompt in enumerate(prompts)))

@@ -28,14 +28,15 @@ def paired_interval(
     """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
     asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
     over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement. For a
-    single run with fewer than MANY_FACTS facts, or at a level so strict that fewer than LEAST_TAIL resamples lie beyond
-    each end, it is Student's over the run's facts. Raises ValueError if these are fewer than two."""
+    single run it is Student's over the run's facts if these are fewer than MANY_FACTS, or at a level so strict that
+    fewer than LEAST_TAIL resamples lie beyond each end. The interval of one fact has no width. Raises ValueError for
+    one fact at so strict a level."""
     observed = np.array([difference.mean() for difference in differences])
     if len(set(models)) >= LEAST:
         of_models = pd.Series(observed).groupby(list(models)).mean()
         mean, half = float(of_models.mean()), student(of_models, level)
         return mean, mean - half, mean + half
-    few = differences[0].index.nunique() < MANY_FACTS
+    few = 1 < differences[0].index.nunique() < MANY_FACTS
     if len(differences) == 1 and (few or RESAMPLES * (1 - level) / 2 < LEAST_TAIL):
         half = _over_facts(differences[0], level)
         return float(observed[0]), float(observed[0]) - half, float(observed[0]) + half
