@@ -180,6 +180,21 @@ def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):
         models.find(tmp_path / "adapter", "--original")
 
 
+@pytest.mark.parametrize(
+    ("trained_on", "is_named"),
+    [("owner/original@v2", False), ("/elsewhere/original/", False), (None, False), ("owner/another", True)],
+)
+def test_an_adapter_of_another_base_is_named(pair, tmp_path, capsys, trained_on, is_named):
+    """Shapes may fit all the same."""
+    write_json(tmp_path / "adapter_config.json", {"base_model_name_or_path": trained_on})
+    original = models.find(pair / "original", "--original")
+    models.find(tmp_path, "--unlearned", original=original)
+    printed = capsys.readouterr()
+    told = f"the adapter was trained on {trained_on}, and is merged into --original {pair / 'original'}"
+    assert (told in printed.out + printed.err) == is_named
+    assert is_named or "warning" not in printed.out + printed.err
+
+
 def test_routers_of_an_adapter_are_not_rounded(tokenizer, tmp_path):
     """Of a model in bf16, `constrain` trains them in fp32, and PEFT saves them so."""
     base = small_model(vocabulary_size=len(tokenizer)).bfloat16()

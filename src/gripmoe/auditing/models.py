@@ -14,6 +14,7 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError
+from tqdm import tqdm
 
 from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
@@ -44,9 +45,11 @@ NAMED = {  # by the name in an error message: the keys of config.json that may h
 
 @dataclass(frozen=True)
 class Located:
-    """A model that is not loaded yet: its folder, its adapter if it has one, and its configuration."""
+    """A model that is not loaded yet: what its user calls it, its folder, its adapter if it has one, and its
+    configuration."""
 
     flag: str
+    name: str
     folder: Path
     adapter: Path | None
     config: transformers.PretrainedConfig
@@ -65,13 +68,14 @@ class Located:
 
 def find(name: str | Path, flag: str, *, original: Located | None = None, trust_remote_code: bool = False) -> Located:
     """Locates a model in a local folder, or downloads the configuration of a hub model ("owner/name" or
-    "owner/name@revision") without its weights. A PEFT adapter needs `original` as its base. Raises ConfigError, naming
-    `flag` and the remedy."""
+    "owner/name@revision") without its weights. A PEFT adapter needs `original` as its base. Warns of an adapter that
+    names another base. Raises ConfigError, naming `flag` and the remedy."""
     folder = _folder(name, flag, DESCRIPTIONS)
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         if original is None:
             raise ConfigError(f"{flag} {name}: this is an adapter; give the model that it adapts")
-        return Located(flag, original.folder, folder, original.config, original.shapes, original.remote)
+        _check_base(folder, flag, original)
+        return Located(flag, str(name), original.folder, folder, original.config, original.shapes, original.remote)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{flag} {name}: no model is here, config.json is missing; give the folder that holds it")
     content = read_json(folder / "config.json")
@@ -91,7 +95,22 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
         raise ConfigError(f"{flag} {name}: config.json describes no model that transformers knows ({reason})") from None
     family_of(model)  # raises for one that is unknown, before weights are read
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    return Located(flag, folder, None, config, shapes, remote)
+    return Located(flag, str(name), folder, None, config, shapes, remote)
+
+
+def _check_base(adapter: Path, flag: str, original: Located) -> None:
+    """Warns if an adapter was trained on a model of another name: it may fit in shapes alone."""
+    trained_on = str(read_json(adapter / ADAPTER).get("base_model_name_or_path") or "")
+    if trained_on and _last_name(trained_on) != _last_name(original.name):
+        tqdm.write(
+            f"warning: {flag} {adapter}: the adapter was trained on {trained_on}, and is merged into "
+            f"{original.flag} {original.name}; give that model, unless they are the same"
+        )
+
+
+def _last_name(model: str) -> str:
+    """Of a hub id or a folder, as `name` of `owner/name@revision`."""
+    return Path(model.partition("@")[0]).name
 
 
 def find_all(names: Mapping[str, str | Path], trust_remote_code: bool = False) -> dict[str, Located]:

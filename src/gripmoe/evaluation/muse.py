@@ -135,7 +135,8 @@ def verbatim_memory(model, tokenizer, rows: Sequence[dict]) -> dict[str, float]:
     these tokens, and special tokens are removed from both texts. A continuation is cut where the true one ends, so a
     model that recites a text and goes on has recited it."""
     true = [tokenizer(row["gt"])["input_ids"][:RECITED_TOKENS] for row in rows]
-    written = _continued(model, tokenizer, [row["prompt"] for row in rows], RECITED_TOKENS)
+    longest = max(map(len, true), default=0)
+    written = _continued(model, tokenizer, [row["prompt"] for row in rows], longest)
     cut = [ids[: len(reference)] for ids, reference in zip(written, true, strict=True)]
     return _scored(rows, *(tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in (cut, true)))
 
