@@ -85,8 +85,8 @@ def judge(
         wanted = asked if most.questions < len(own) else "more forget questions decide it"
         return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: {wanted}{absent}", returned)
     at_most = max(counting.high.max(), 0)
-    shown = f"no interval of the {len(counting)} attacks lies wholly above {margin:.2f}, a tenth of the {lost:.2f} "
-    shown += f"lost, and the largest upper end is {at_most:.2f}"
+    attacks = "the 1 attack does not return" if len(counting) == 1 else f"none of the {len(counting)} attacks returns"
+    shown = f"{attacks} more than {margin:.2f}, a tenth of the {lost:.2f} lost; the largest upper end is {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
         found = _returns(_most(taught))
         shown += f". {found[0].upper()}{found[1:]}, which counts only beside a retrained model under the same attack: "
