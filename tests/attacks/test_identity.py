@@ -7,7 +7,7 @@ from gripmoe.attacks import relearning
 from gripmoe.attacks.base import QuestionSetting
 from gripmoe.attacks.identity import TEXTS, identities_of, with_texts
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, attacks_on
-from gripmoe.auditing.inputs import OWN, own
+from gripmoe.auditing.inputs import OWN, own_inputs
 from gripmoe.config.training import Relearning
 from gripmoe.io.files import write_jsonl, write_text
 from gripmoe.moe import MoEModel
@@ -54,7 +54,7 @@ def test_an_attack_is_made_again_where_what_it_reads_has_changed(tmp_path, monke
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "own answers"])
 def test_an_attack_reads_no_other_texts(name, asked, tokenizer, tmp_path):
     """They are not there. The control: without those that it names, an attack that names some fails."""
-    inputs = own(asked.forget, asked.retain, asked.forget_text, asked.retain_text, relearning={"steps": [1]})
+    inputs = own_inputs(asked.forget, asked.retain, asked.forget_text, asked.retain_text, relearning={"steps": [1]})
     models = [MoEModel(small_model(vocabulary_size=len(tokenizer), seed=seed)) for seed in (0, 1)]
     identity = identities_of({name: EVERY[name]}, inputs.benchmark, dict.fromkeys(inputs.files, ""), None)[name]
     questions = with_texts(inputs.files, ())

@@ -274,7 +274,7 @@ def test_texts_that_are_added_keep_what_does_not_read_them(pair, files, tmp_path
 def test_a_budget_is_for_a_measurement_of_both_models(pair, files, monkeypatch):
     """Or an attack on the unlearned model would have no control. Each measurement takes a thousand minutes."""
     monkeypatch.setattr(auditing, "_seconds", lambda moe, tokenizer, questions: 60_000.0 * len(questions))
-    monkeypatch.setattr(auditing, "prompts_of", lambda name, sizes: 1.0)
+    monkeypatch.setattr(auditing, "relative_time", lambda name, sizes: 1.0)
     given = dict(**files, attacks=["quantisation"], retrained=pair / "retrained")
     for budget, made in ((1500, False), (2500, True)):
         report = gripmoe.audit(pair / "original", pair / "unlearned", **given, budget=budget)

@@ -116,3 +116,4 @@ def test_without_a_server_commands_start_as_usual(tmp_path):
     (long := tmp_path / ("x" * 120)).mkdir()
     result = run(*SERVER, *GRIPMOE, "--version", env={**os.environ, "TMPDIR": str(long)})
     assert result.returncode == 0 and result.stdout.startswith("gripmoe ")
+    assert not list(long.glob("gripmoe-*")), "no folder of the server stays"

@@ -10,7 +10,7 @@ import torch
 
 import gripmoe
 from conftest import METHODS, random_batch, small_model
-from gripmoe.auditing.inputs import named
+from gripmoe.auditing.inputs import benchmark_inputs
 from gripmoe.config.methods import EpsNullConfig, Method, method_table
 from gripmoe.constraints import null_space as module
 from gripmoe.constraints.base import Unconstrained
@@ -88,7 +88,7 @@ def test_sound_constraint_keeps_every_recorded_set(family):
 
 def test_the_threshold_decides_how_many_selections_of_a_trained_model_stay():
     """As docs/geometry.md says. Random models, as above, leave no direction free in which selected scores move."""
-    documents = named("wmdp_tiny").files
+    documents = benchmark_inputs("wmdp_tiny").files
     changed = {}
     for eps_null in (1e-4, 1e-8):
         torch.manual_seed(0)

@@ -62,10 +62,13 @@ def test_rouge_is_f1_and_not_recall_and_does_not_stem():
         ("Bob\nQuestion : x", "Bob"),
         ("Bob Question: x", "Bob "),
         ("Bob", "Bob"),
+        ("Bob \n Braplir about museum", "Bob "),
+        ("\nBob\nand", "Bob"),
+        ("\n\nQuestion: x", ""),
         ("\n\n", ""),
     ],
 )
-def test_an_answer_ends_at_a_blank_line_or_the_next_question(text, answer):
+def test_an_answer_ends_with_its_line_or_at_the_next_question(text, answer):
     assert answer_of(text) == answer
 
 
@@ -207,8 +210,8 @@ def test_a_model_without_numbers_has_no_leakage():
 
 
 def test_a_model_that_memorised_recites_answers_and_leaks(model, tokenizer, files, tmp_path):
-    few = files["forget_corpus"][:4]
-    prompts = [row for row in files["verbmem"] if any(doc["text"].startswith(row["prompt"]) for doc in few)]
+    prompts = files["verbmem"][:4]
+    few = [doc for doc in files["forget_corpus"] if any(doc["text"].startswith(row["prompt"]) for row in prompts)]
     holdout = [row for row in files["privleak"] if row["part"] == "holdout"]
     texts = [{"id": doc["id"], "part": "forget", "text": doc["text"]} for doc in few]
     before = leakage(model, tokenizer, texts + holdout)["auc_min_40"], verbatim_memory(model, tokenizer, prompts)

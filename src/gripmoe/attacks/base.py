@@ -29,7 +29,7 @@ from gripmoe.moe import MoEModel
 Scores = Sequence[float]  # one per item, in order: right (1) or wrong (0), or the score of a text
 SAMPLE = 240  # forget questions for attacks with many evaluations: a standard error of 0.03 near chance
 RETAIN_SAMPLE = 1000  # retain questions under forced experts
-PAIRS = 32  # news: forget pairs for attacks with many evaluations
+PAIRS = 100  # news: forget pairs for attacks with many evaluations
 
 
 @dataclass(frozen=True)

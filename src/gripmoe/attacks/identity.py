@@ -62,7 +62,7 @@ def with_texts(files: Mapping[str, str], texts: Sequence[str]) -> dict[str, str]
 
 
 def _may_be(module, attack: Attack) -> bool:
-    """Whether an attack may do what those of `module` do: one of them, `harmless`, which repeats them, or one's own."""
+    """Whether an attack may run those of `module`: it is one of them, `harmless`, which repeats them, or the user's."""
     return attack.__module__ in (module.__name__, harmless.__name__) or not _of_package(attack.__module__)
 
 

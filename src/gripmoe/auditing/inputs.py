@@ -35,14 +35,14 @@ FLAGS = {  # by file of documents: the flags that gave them, for messages
 }
 
 
-class Named(Strict):
+class AuditSettings(Strict):
     """A row of audits.yaml."""
 
     benchmark: Benchmark
     relearning: Relearning
 
 
-OWN = Named(  # with questions of one's own
+OWN = AuditSettings(  # with questions of one's own
     benchmark=Benchmark(
         data=PublishedData(
             source="published", forget_questions="", retain_questions="", forget_corpus="", retain_corpus=""
@@ -96,14 +96,14 @@ class Inputs:
         return [row for row in self.files[f"{kind}_questions"] if row["split"] == split]
 
 
-def named_row(name: str) -> Named:
+def settings_named(name: str) -> AuditSettings:
     """A row of audits.yaml. Raises ConfigError for an unknown name."""
-    rows = read_catalogue(TABLE, Named)
+    rows = read_catalogue(TABLE, AuditSettings)
     require_known(name, rows, "--forget")
     return rows[name]
 
 
-def settings_of(given: Relearning | Mapping[str, Any] | None, row: Named) -> Relearning:
+def settings_of(given: Relearning | Mapping[str, Any] | None, row: AuditSettings) -> Relearning:
     """The row's settings of relearning, with the given keys in place of its own."""
     if isinstance(given, Relearning):
         given = {key: getattr(given, key) for key in given.model_fields_set}
@@ -112,9 +112,9 @@ def settings_of(given: Relearning | Mapping[str, Any] | None, row: Named) -> Rel
     return parse_as(Relearning, row.relearning.model_dump() | dict(given or {}), Path("--relearning"))
 
 
-def named(name: str, relearning: Relearning | Mapping[str, Any] | None = None) -> Inputs:
+def benchmark_inputs(name: str, relearning: Relearning | Mapping[str, Any] | None = None) -> Inputs:
     """The questions and corpora of a row of audits.yaml; `relearning` is as in `settings_of`."""
-    row = named_row(name)
+    row = settings_named(name)
     try:
         files = files_of(row.benchmark.data)
     except ConfigError as error:
@@ -127,7 +127,7 @@ def named(name: str, relearning: Relearning | Mapping[str, Any] | None = None) -
     return Inputs(row.benchmark, relearning, files, absent)
 
 
-def own(
+def own_inputs(
     forget: Source,
     retain: Source,
     forget_text: Source | None = None,

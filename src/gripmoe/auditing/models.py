@@ -27,7 +27,7 @@ from gripmoe.planning.cost import GB
 ADAPTER = "adapter_config.json"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.txt", "tokenizer*", "*.model"]  # files of a repository without its weights
 COPIES = ["original/*", "consolidated*", "*.pth", "*.gguf"]  # of the weights, in other formats
-STATES = {"adamw": 2.0, "adamw_8bit": 1.0}  # of an optimizer, as a multiple of bf16 weights; adamw_fp32: 6
+STATES = {"adamw": 2.0, "adamw_8bit": 1.0}  # of an optimizer, per byte of weights; adamw_fp32: 12 bytes a weight
 NAMED = {  # by the name in an error message: the keys of config.json that may hold it
     "family": ("model_type",),
     "layers": ("num_hidden_layers",),

@@ -93,6 +93,12 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
                 "split": split,
             }
         )
+    _require_enough(questions, name)
+    return questions
+
+
+def _require_enough(questions: list[dict], name: str) -> None:
+    """Raises ConfigError for questions too few, of one split, about too few facts, or most with one right letter."""
     if len(questions) < FEWEST:
         raise ConfigError(f"{name}: {len(questions)} questions; an interval needs {FEWEST} at least: give more")
     if missing := {"dev", "test"} - {row["split"] for row in questions}:
@@ -112,7 +118,6 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
             f"{name}: {LETTERS[letter]} is right in {count} of {len(questions)} questions, so a model that always says "
             f"{LETTERS[letter]} would seem to know them: shuffle the choices of each question"
         )
-    return questions
 
 
 def _right_choice(row: Mapping[str, Any], where: str) -> str:

@@ -12,7 +12,7 @@ import torch
 from gripmoe.attacks.base import RETAIN_SAMPLE, SAMPLE
 from gripmoe.attacks.routers import SEARCHED, SILENCED, searched
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, Inputs, named_row, settings_of
+from gripmoe.auditing.inputs import OF_OTHER_FACTS, OWN, Inputs, settings_named, settings_of
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.reading import require_known
 from gripmoe.config.training import Relearning
@@ -77,7 +77,7 @@ def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) ->
     return [name for name in listed if name not in absent], absent
 
 
-def prompts_of(name: str, sizes: Sizes) -> float:
+def relative_time(name: str, sizes: Sizes) -> float:
     """The time of a measurement, in units of one forget prompt (approximately)."""
     sample, relearning = min(SAMPLE, sizes.forget), sizes.relearning
     known = {
@@ -99,7 +99,7 @@ def prompts_of(name: str, sizes: Sizes) -> float:
     return (known | dict.fromkeys(ATTACKS["relearning"], finetuned))[name]
 
 
-def told(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
+def plan_lines(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
     """A line for each measurement with its time and models, one for each that is not made, and one with the sum."""
     lines = []
     for name in dict.fromkeys(name for _, name in turns):
@@ -142,7 +142,7 @@ def plan_of(
     read = {**model, "what": "evaluate", "processes": 1, "rows": [batch_size], "news": False}
     reading = _whole({**read, "length": PROMPT})  # the longest prompt takes most memory
     each = _whole({**read, "length": QUESTION})["flops"] / batch_size / 1e12 / TFLOPS
-    seconds = {name: each * prompts_of(name, sizes) for name in listed}
+    seconds = {name: each * relative_time(name, sizes) for name in listed}
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
     if set(ATTACKS["relearning"]) & set(listed):
@@ -154,7 +154,7 @@ def plan_of(
         parts.append(
             f"{max(training['passes'], training['update']) / GB:.1f} GB to finetune one ({relearning.optimizer})"
         )
-    lines = told(turns, seconds, absent)
+    lines = plan_lines(turns, seconds, absent)
     lines[-1] += f" on one GPU of {TFLOPS:g} TFLOP a second, without loading,"
     lines[-1] += f" for {sizes.forget + sizes.dev} forget and {sizes.retain} retain questions"
     host = len(names) * found.size
@@ -168,7 +168,7 @@ def _sizes(
     if isinstance(asked, Inputs):
         sizes = Sizes.of(asked.files, asked.benchmark, asked.relearning, layers)
         return asked.benchmark, asked.relearning, sizes, dict(asked.absent)
-    row = named_row(asked) if asked else OWN
+    row = settings_named(asked) if asked else OWN
     relearning, rows = settings_of(given, row), getattr(row.benchmark.data, "rows", {})  # which invented data lack
     questions = rows.get("forget_questions", ASSUMED)
     sizes = Sizes(

@@ -25,9 +25,9 @@ from gripmoe.attacks.base import Found, QuestionScores, QuestionSetting
 from gripmoe.attacks.identity import identities_of, with_texts
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, stored
 from gripmoe.auditing import models
-from gripmoe.auditing.inputs import Inputs, named, named_row, own
+from gripmoe.auditing.inputs import Inputs, benchmark_inputs, own_inputs, settings_named
 from gripmoe.auditing.own_data import Source
-from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, prompts_of, told, turns_of
+from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, plan_lines, relative_time, turns_of
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.training import Relearning
 from gripmoe.evaluation.letters import letter_metrics
@@ -101,12 +101,12 @@ def audit(
         inputs.check_questions(tokenizer, getattr(config, "max_position_embeddings", None) or sys.maxsize)
         digests = {name: weights_digest(model) for name, model in loaded.items()}
         _check_different(digests)
-        moes = {name: MoEModel(model) for name, model in loaded.items()}
-        for moe in moes.values():
-            stack.enter_context(moe.evaluating())
-        for name, moe in moes.items():
+        moes = {}
+        for name, model in loaded.items():
+            moes[name] = MoEModel(model)
             if isinstance(names[name], nn.Module):
-                stack.callback(moe.release, to_own_dtype=True)
+                stack.callback(moes[name].release, to_own_dtype=True)
+            stack.enter_context(moes[name].evaluating())
         folder = Path(output) / "state" if output else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if output:
             stack.enter_context(exclusive(Path(output)))
@@ -135,13 +135,13 @@ def _inputs(forget: Source | None, retain: Source | None, texts: Sequence[Source
     if forget is None:
         raise ConfigError("--forget, --questions: give a benchmark's name, or questions to forget")
     if isinstance(forget, str) and not (Path(forget).suffix or Path(forget).is_file()):
-        named_row(forget)  # raises for an unknown name
+        settings_named(forget)  # raises for an unknown name
         if any(given is not None for given in (retain, *texts)):
             raise ConfigError("--forget: a benchmark has questions and texts of its own; leave the others out")
-        return named(forget, relearning)
+        return benchmark_inputs(forget, relearning)
     if retain is None:
         raise ConfigError("--retain-questions: questions to retain are needed beside those to forget")
-    return own(forget, retain, *texts, relearning)
+    return own_inputs(forget, retain, *texts, relearning)
 
 
 def _check_different(digests: Mapping[str, str]) -> None:
@@ -201,7 +201,7 @@ def _measured(
     questions = inputs.questions("forget", "test")
     each = _seconds(after, tokenizer, questions[:TIMED]) / min(TIMED, len(questions))
     turns = turns_of(listed, list(moes))
-    seconds = {name: each * prompts_of(name, sizes) for name in listed}
+    seconds = {name: each * relative_time(name, sizes) for name in listed}
     identity = {
         "code": code_fingerprint("gripmoe.auditing.run:audit"),
         "models": digests,
@@ -216,7 +216,7 @@ def _measured(
     known = {(of, name) for (of, name), state in states.items() if stored(state, {name: depends[of][name]})}
     if left := [turn for turn in turns if turn not in known]:
         limit = "" if budget is None else f"; the budget is {budget:g} minutes"
-        tqdm.write("\n".join(told(left, seconds, absent)) + f", by the time of the first batch{limit}")
+        tqdm.write("\n".join(plan_lines(left, seconds, absent)) + f", by the time of the first batch{limit}")
     found: dict[str, list[Found]] = {name: [] for name in moes}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     within: dict[str, bool] = {"accuracy": True}  # by measurement, whether the budget allows it for all models

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from gripmoe.auditing import run
-from gripmoe.auditing.inputs import own
+from gripmoe.auditing.inputs import own_inputs
 from gripmoe.auditing.plan import ATTACKS, plan_of
 from gripmoe.cli.options import read_file
 from gripmoe.config.provenance import recorded
@@ -68,7 +68,7 @@ def audit(
         if budget is not None:
             raise ConfigError("--budget: a plan has all measurements; leave the budget out, or --plan-only")
         given = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained else {})
-        asked = own(questions, retain_questions, *texts, settings) if questions else forget
+        asked = own_inputs(questions, retain_questions, *texts, settings) if questions else forget
         print(plan_of(given, asked, chosen, settings, trust_remote_code))
         return
     if output is None:

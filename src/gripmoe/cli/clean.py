@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -71,15 +72,20 @@ def clean(
     else:
         paths = sorted(_found(written(project) - of_others))
     for path in paths if remove else ():
-        if (path / ".lock").exists():
-            with exclusive(path):  # nothing is removed while another process works on a folder
-                pass
+        with _locked(path):  # nothing is removed while another process works on one of the folders
+            pass
     for path in paths:
         print(path)
         if remove:
-            remove_path(path)
+            with _locked(path):
+                remove_path(path)
             _remove_empty(path.parents[:-2])  # results and paper_figures stay
     print(f"{len(paths)} files and folders{' removed' if remove else '; --remove removes them'}")
+
+
+def _locked(path: Path) -> AbstractContextManager[None]:
+    """The lock of a folder in which processes work, such as that of a run."""
+    return exclusive(path) if (path / ".lock").exists() else nullcontext()
 
 
 def written(project: Project) -> set[str]:

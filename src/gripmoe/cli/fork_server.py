@@ -47,8 +47,13 @@ def exec_beside_server(command: Sequence[str]) -> NoReturn:
 def _start() -> None:
     folder = tempfile.mkdtemp(prefix="gripmoe-")  # of this user alone
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address := str(Path(folder, "socket")))
-    listener.listen()  # a command that comes before the imports are done waits for them
+    try:
+        listener.bind(address := str(Path(folder, "socket")))
+        listener.listen()  # a command that comes before the imports are done waits for them
+    except OSError:
+        listener.close()
+        shutil.rmtree(folder)
+        raise
     process = os.getpid()
     if os.fork() == 0:
         try:

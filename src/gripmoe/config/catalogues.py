@@ -54,8 +54,8 @@ def own_code(benchmark: Benchmark, key: Literal["attacks", "metrics"]) -> list[s
 
 
 def _module_digest(path: str, where: str) -> str:
-    """The digest of the file that defines a class or function, "module:name". The module is not imported. Raises
-    ConfigError, naming `where`, if the file is not found or has no such name."""
+    """The digest of the file that defines a class or function, "module:name". The module is not
+    imported; packages above it are. Raises ConfigError, naming `where`, if the file is not found or lacks the name."""
     module, _, name = path.partition(":")
     try:
         spec = importlib.util.find_spec(module)

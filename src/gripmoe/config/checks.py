@@ -58,14 +58,14 @@ def _check_methods(project: Project) -> None:
 
 def _check_models(project: Project) -> None:
     world = project.world
-    baselines = {project.methods[name].baseline for name in world.all_methods}
+    baselines = {project.methods[name].baseline: name for name in world.all_methods}
     needs = {"retrained": "retrained", "remove_experts": "forget_experts"}  # keys of models.yaml
     for name in world.models:
         model = project.models[name]
         for baseline, key in needs.items():
             if baseline in baselines and not getattr(model, key, None):
                 needed = f"needs `{key}:` in models.yaml for {name!r}"
-                raise ConfigError(f"{project.world_file}: method {baseline!r} {needed}")
+                raise ConfigError(f"{project.world_file}: method {baselines[baseline]!r} {needed}")
         if model.source == "finetuned":
             _check_finetuned(project, name)
     for name in project.models_needed:

@@ -81,7 +81,7 @@ class Training(Strict):
     router_multiplier: NonNegative  # learning rate of the routers, as a multiple
     betas: tuple[BelowOne, BelowOne]  # of AdamW; [0, 0] makes it step by the sign of each gradient
     adam_epsilon: PositiveFloat  # of AdamW
-    optimizer: Optimizer = "adamw"  # 8-bit states with stochastic rounding, or fp32 states, for bf16 weights
+    optimizer: Optimizer = "adamw"  # for bf16 weights: adamw_8bit (stochastic rounding) or adamw_fp32
     weight_decay: NonNegative  # of all parameters but the routers
     router_weight_decay: NonNegative
     clip_norm: PositiveFloat  # the norm above which gradients are scaled down
@@ -91,7 +91,7 @@ class Training(Strict):
     max_steps: PositiveInt  # a multiple of `check_every`
     check_every: PositiveInt  # steps between checks of the stop rule
     checks_to_stop: PositiveInt = 1  # in a row, that meet the forget target
-    # Steps, a multiple of `check_every`. None of a run, because it changes no result: whoever starts the run says it.
+    # Steps, a multiple of `check_every`. Absent in run.yaml, because it changes no result: `--checkpoint-every`.
     checkpoint_every: Annotated[PositiveInt | None, Field(exclude_if=lambda steps: steps is None)] = None
     gradient_checkpointing: bool = False  # activations are computed again in the backward pass, for large models
     expert_precision: Precision = "native"  # of the experts' products in training steps; the paper: fp8

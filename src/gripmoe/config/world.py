@@ -96,7 +96,7 @@ class Run(Strict):
     method: Method
     seed: int
     training: Training | None
-    # That train it together, each with its own batches. One process is not written, so that its runs keep their files.
+    # That train it together, each with its own batches. A 1 is not written to run.yaml.
     processes: PositiveInt = Field(1, exclude_if=lambda count: count == 1)
 
 

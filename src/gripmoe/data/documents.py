@@ -58,8 +58,9 @@ def opening(tokenizer) -> list[int]:
 
 @dataclass
 class Batch:
-    """Right-padded rows: `input_ids`, `attention_mask` and `labels`, each (rows, positions). Of a pass of a step that
-    has several, `scored_per_pass` and `tokens_per_pass` are the mean numbers of scored and of all tokens of a pass."""
+    """Right-padded rows: `input_ids`, `attention_mask` and `labels`, each (rows, positions). In unlearning,
+    `scored_per_pass` and `tokens_per_pass` are the scored and all tokens of a step, divided by its passes in all
+    processes."""
 
     row_ids: list[str]
     input_ids: Tensor

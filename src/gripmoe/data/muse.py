@@ -20,7 +20,7 @@ def news_files(
     an empty one, or has so few questions that a split is empty. Questions that stand solved in the prompt of the others
     are left out with a message.
 
-    Corpora: raw/forget to forget, raw/retain1 to retain, in a random order because Methods A and B take the first ones,
+    Corpora: raw/forget to forget and raw/retain1 to retain, in a random order because methods record the first ones,
     and raw/retain2 to measure routing on tokens that unlearning did not see. Questions and prompts have a `split`:
     "dev" for the stop rule, "test" for the tables. Half of the prompts are dev: there are few.
     """
@@ -67,15 +67,16 @@ def news_files(
                 f"{repository}: none of the {len(asked)} rows of {name} is of the split {min(missing)!r}, which a hash "
                 "of the text decides; add rows"
             )
-    retain = documents("retain1")
-    random.Random(0).shuffle(retain)
+    forget, retain = documents("forget"), documents("retain1")
+    for corpus in (forget, retain):
+        random.Random(0).shuffle(corpus)
     privleak = [
         {"id": f"{part}/{number}", "part": part, "text": row["text"]}
         for part in ("forget", "retain", "holdout")
         for number, row in enumerate(rows("privleak", part, "text"))
     ]
     return {
-        "forget_corpus": documents("forget"),
+        "forget_corpus": forget,
         "retain_corpus": retain,
         "held_out_corpus": documents("retain2"),
         "knowmem": knowmem,

@@ -30,7 +30,7 @@ from gripmoe.moe.modes import evaluating
 
 RECITED_TOKENS = 128
 ANSWER_TOKENS = 32
-END_OF_ANSWER = re.compile(r"\n *\n|\n *Question|Question *:")  # some tokenizers decode spaces between tokens
+END_OF_ANSWER = re.compile(r"\n|Question *:")  # some tokenizers decode spaces between tokens
 MIN_K = (20, 40)  # per cent; 40 is what PrivLeak uses
 KEYS = {
     "knowmem": ("part", "split", "question", "answer"),
@@ -150,8 +150,9 @@ def knowledge_memory(model, tokenizer, pairs: Sequence[dict], context: Sequence[
 
 
 def answer_of(text: str) -> str:
-    """The text up to the first blank line or the next question."""
-    return END_OF_ANSWER.split(text, maxsplit=1)[0]
+    """The first line, up to the next question. MUSE cuts at a blank line: a model that has lost the form of the prompt
+    writes its answer, a line break and other words, and would seem to know little."""
+    return END_OF_ANSWER.split(text.lstrip(), maxsplit=1)[0]
 
 
 def _scored(rows: Sequence[dict], written: Sequence[str], references: Sequence[str]) -> dict[str, float]:

@@ -50,8 +50,8 @@ def nearest_feasible(
     bounds_EN = bounds_NE.T.contiguous()
     basis = basis.double()
 
-    # Of each row: its active constraints, those of them that are new in its latest solve, and whether it has had any.
-    # A round solves `rows_M`, in which the round before found violations.
+    # By row: `active_EN`, its active constraints; `entered_EN`, those that its latest solve had for the first time;
+    # `solved_E`, whether it has had any. A round solves `rows_M`, in which the round before found violations.
     active_EN = torch.zeros_like(bounds_EN, dtype=torch.bool)
     if near_Ed is not None:
         slack_E1 = (1e-3 * near_Ed.norm(dim=1, keepdim=True)).clamp_max(1e-6)
@@ -176,7 +176,9 @@ def _nonnegative_quadratic(
     positive_Mm = usable_Mm & (gap_Mm > 0)
     feasible_Mm = torch.zeros_like(gap_Mm)  # where Lawson and Hanson's algorithm has come to
     fewest_M1 = torch.full_like(size_M1, width + 1)  # wrong guesses so far
-    chances_M1 = torch.full_like(size_M1, 3)  # exchanges until there are fewer; at -1 a row starts again, one by one
+    # Exchanges that may still fail to lower the number of wrong guesses. At -1 the row starts again, and then changes
+    # one multiplier at a time.
+    chances_M1 = torch.full_like(size_M1, 3)
     for _ in range(20 + 10 * width):
         solution_Mm, slack_Mm = _solution(matrix_Mmm, gap_Mm, positive_Mm)
         negative_Mm = positive_Mm & (solution_Mm < 0)

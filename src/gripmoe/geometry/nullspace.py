@@ -93,8 +93,8 @@ class RetainBasis:
         return (self.columns_Edr @ coordinates_Emr.transpose(1, 2)).transpose(1, 2)
 
     def free_norms(self, x_Nd: Tensor) -> Tensor:
-        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`. Rounding of a basis may cancel the difference that it
-        is computed as; the norm is then what rounding may have left, and not less."""
+        """|P x_i| of each expert, (E, N), in the dtype of `x_Nd`: sqrt(|x|² - |U^T x|²). Rounding may cancel this
+        difference, so it is at least what rounding may leave."""
         spanned_EN = torch.stack([(x_Nd.double() @ U_dr.double()).square().sum(dim=1) for U_dr in self.columns_Edr])
         if self.is_complement:
             return spanned_EN.sqrt().to(x_Nd.dtype)
@@ -157,9 +157,9 @@ def covariance_basis(x_Nd: Tensor, selected_NE: Tensor, eps_null: EpsNull) -> Re
 
 
 def _has_eigenvalue_below(least: float, gram_Emm: Tensor) -> Tensor:
-    """Which Gram matrices have an eigenvalue below `least`, or one that may be rounding, (E,): those from which that
-    multiple of the identity cannot be taken without losing the Cholesky factor. To compute eigenvalues would take GPUs
-    a hundred times as long. Rows of zeros, which pad a matrix, do not count."""
+    """Which Gram matrices have an eigenvalue below `least`, or one that may be rounding, (E,). The test: minus `least`
+    times the identity, the matrix has no Cholesky factor. To compute eigenvalues would take GPUs a hundred times as
+    long. Rows of zeros, which pad a matrix, do not count."""
     diagonal_Em = gram_Emm.diagonal(dim1=1, dim2=2)
     rounding_E1 = torch.finfo(gram_Emm.dtype).eps * gram_Emm.shape[1] * diagonal_Em.sum(dim=1, keepdim=True)
     taken_Em = torch.where(diagonal_Em > 0, rounding_E1.clamp_min(least), -1.0)

@@ -22,14 +22,15 @@ ROUNDING = 1e-5  # of scores and of the products of norms behind them: ten times
 
 class ScreenedProjection:
     """Projects many updates in turn onto one polyhedron with `nearest_feasible`; each update is near the one before.
-    The answer is the same as over all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` as there."""
+    The answer is the same as over all tokens, up to rounding. `basis`, `x_Nd` and `bounds_NE` are as in
+    `nearest_feasible`."""
 
     def __init__(self, basis: RetainBasis, x_Nd: Tensor, bounds_NE: Tensor):
         self._x_Nd, self._bounds_EN = x_Nd, bounds_NE.T.contiguous()
         self._norms_N = x_Nd.norm(dim=1)
         self._free_norms_EN = basis.free_norms(x_Nd)
-        # A feasible point, and how far around it, (E,). `look` finds the tokens within reach from these two alone, so
-        # a resumed run calls it again.
+        # Centre, (E, d), and radius, (E,), of the last look-up. They alone determine the tokens in reach, so a resumed
+        # run looks them up again.
         self.looked_from: tuple[Tensor, Tensor] | None = None
 
     @torch.inference_mode()  # saves a seventh of the time, which many small operations take

@@ -268,18 +268,18 @@ def _attached(
 def _end_of_replay(passes: list[tuple[int, Any]]) -> Callable[..., None]:
     """A hook that clears the passes of a step under replay. The hook warns if replay has not acted: replay leaves eval
     mode alone, and a compiled model may call no hooks."""
-    has_seen_passes = False
+    has_stepped = False
 
     def end(*_) -> None:
-        nonlocal has_seen_passes
+        nonlocal has_stepped
         why = None
-        if not passes and not has_seen_passes:
+        if not passes and not has_stepped:
             why = COMPILED
         elif passes and all(routes is None for _, routes in passes):
             why = "it acts in training mode, and the model is in eval mode; call `model.train()`"
         if why:
             warnings.warn(f"`replay` has not acted on this step: {why}", stacklevel=2)
-        has_seen_passes = True
+        has_stepped = True
         passes.clear()
 
     return end

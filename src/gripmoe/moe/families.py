@@ -256,8 +256,8 @@ NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 
 def has_experts(config: object) -> bool:
-    """Whether the configuration of a model gives a number of experts, of whatever family. One that has no such key is
-    that of a model with experts if its family has routers."""
+    """Whether the configuration of a model gives a number of experts, of whatever family. Without such a key the
+    family decides."""
     numbers = [getattr(config, name) for name in NUMBERS_OF_EXPERTS if hasattr(config, name)]
     return any(numbers) if numbers else FAMILIES.get(getattr(config, "model_type", ""), DENSE) is not DENSE
 

@@ -94,7 +94,7 @@ def _write(
         if moe:
             routers = {name: p.detach().cpu().contiguous() for name, p in _router_parameters(moe).items()}
             save_file(routers, temporary / ROUTERS)
-        for file in temporary.glob("*.safetensors"):  # which safetensors keeps from all other users
+        for file in temporary.glob("*.safetensors"):  # safetensors lets only their owner read them
             file.chmod((temporary / "config.json").stat().st_mode)
         others = [file.name for file in folder.glob("*") if not _of_a_model(file, temporary)]
         if others:

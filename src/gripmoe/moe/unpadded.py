@@ -22,7 +22,7 @@ ATTENTION = "gripmoe_unpadded"  # the name of the attention function in transfor
 
 @dataclass(frozen=True)
 class Padding:
-    """Where the tokens that are not padding stand in a padded batch, and where in rows padded on the right alone."""
+    """Positions of the real tokens: `real_U` in the padded batch, `aligned_U` in the same rows padded on the right."""
 
     shape: torch.Size  # (rows, positions)
     real_U: Tensor

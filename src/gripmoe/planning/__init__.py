@@ -1,1 +1,1 @@
-"""The remaining jobs of a world and their cost, measured on fake tensors. Only `fake` imports torch."""
+"""The remaining jobs of a world and their cost, measured on fake tensors. Only `fake` and `counting` import torch."""

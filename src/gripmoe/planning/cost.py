@@ -303,6 +303,8 @@ class Costs:
             except fake.NotMeasurable as error:
                 self.unmeasured[key] = str(error)
                 return {}
+            stored = read_json(self._file) if self._file.exists() else {}  # another plan may have written there
+            self._measured = stored | self._measured
             write_json(self._file, self._measured)
         return self._measured[key]
 

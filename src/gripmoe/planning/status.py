@@ -108,8 +108,8 @@ def _bytes(file: Path) -> int:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log, or the last state of its progress bar; empty if there is no log. A warning is that only
-    of a log that holds nothing else."""
+    """The last line of a log, or the last state of its progress bar; empty if there is no log. A warning counts
+    only if the log holds nothing else."""
     if not log.exists():
         return ""
     with log.open("rb") as file:

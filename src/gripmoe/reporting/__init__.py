@@ -1,4 +1,5 @@
-"""From the files of finished runs to tables and figures. Needs pandas and matplotlib, never torch."""
+"""From the files of finished runs to tables and figures. Needs pandas and matplotlib, and no torch but for
+`geometry.example`, whose numbers two notebooks draw."""
 
 # The modules that make tables and figures, for their fingerprint. The workflow imports this, so it stays light.
 RENDERING = (

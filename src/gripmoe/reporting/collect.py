@@ -43,7 +43,7 @@ def collect_runs(
         metrics |= _whole_time(metrics, every.get((model, benchmark, objective, "unconstrained", seed), {}))
         metrics |= {name: float("nan") for name in NEED_DATA if name not in metrics}
         history = read_json(folder / "history.json") if (folder / "history.json").exists() else []
-        # On dev items, as the history. Runs of earlier code kept no targets, of which that of letters is fixed.
+        # On dev items, as the history. Runs of earlier code kept no targets; for letters, the benchmark has them.
         fixed = {name: value for name, value in run["benchmark"]["target"].items() if name in names.MATCHED}
         targets = read_json(folder / "checkpoint.json").get("targets", fixed) if history else {}
         metrics |= at_equal_forgetting(history, targets) | tradeoff_area(history)
@@ -135,7 +135,7 @@ def _metrics(folder: Path, run: dict) -> dict[str, float]:
     if checkpoint.exists():
         outcome = read_json(checkpoint)
         metrics |= {status: int(outcome["status"] == status) for status in ("reached", "diverged")}
-        # Without a stop rule, answers to test questions say whether the run forgot.
+        # These met no stop rule. They count as reached, and `comparison` judges them by test questions.
         metrics["reached"] |= outcome["status"] in ("external", "edited")
         metrics |= _numbers(outcome)
     if bases.exists():

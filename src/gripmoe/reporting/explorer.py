@@ -42,8 +42,8 @@ CHARTS = {  # by caption: the function that draws a chart, and the measures that
 DURING_TRAINING = {"letters": ("forget_accuracy", "retain_accuracy"), "news": ("verbmem", "knowmem_retain")}
 LETTERS = "ABCD"
 TEXTS = ["part", "question", "choices", "answer"]
-AS_IT_IS = "none"
-NO_ATTACKS = {"set_agreement"}  # columns of earlier tables of attacks
+NO_ATTACK = "none"
+NOT_ATTACKS = {"set_agreement"}  # columns of earlier tables of attacks
 LONGEST_TEXT = 300  # characters of a question or answer; those of news are longer
 
 
@@ -98,9 +98,9 @@ def measures(runs: pd.DataFrame) -> pd.DataFrame:
 
 def charts(runs_file: Path) -> dict[str, Figure]:
     """The charts that have data, by caption; one for each kind of base model and each benchmark."""
-    drawn = {}
+    drawn, kinds = {}, apart(load_runs(runs_file))
     for caption, (draw, needs) in CHARTS.items():
-        for kind, runs in apart(load_runs(runs_file)):
+        for kind, runs in kinds:
             measured = runs[(runs.objective != NO_OBJECTIVE) & runs.value.notna()].metric
             if measured.str.fullmatch(needs).any():
                 drawn[f"{caption} ({kind})" if kind else caption] = draw(runs)
@@ -135,7 +135,7 @@ def _lettered(choices: Sequence[str]) -> str:
 def questions(answers: pd.DataFrame, attacks: pd.DataFrame, texts: dict[str, pd.DataFrame]) -> pd.DataFrame:
     """A row per run, question and attack. Rows without an attack come first; only they have the given letter. `texts`
     has the result of `asked` by benchmark."""
-    others = {*KEYS, "id", "fact", *NO_ATTACKS, *answers.metric.unique()}
+    others = {*KEYS, "id", "fact", *NOT_ATTACKS, *answers.metric.unique()}
     made = [column for column in attacks if column not in others]
     scores = attacks[made].to_numpy(dtype=float)
     item, attack = np.nonzero(~np.isnan(scores))
@@ -145,7 +145,7 @@ def questions(answers: pd.DataFrame, attacks: pd.DataFrame, texts: dict[str, pd.
     given = answers.chosen.map(dict(enumerate(LETTERS))).reindex(range(len(answers) + len(item)))
     codes = np.concatenate([np.zeros(len(answers), dtype=int), 1 + attack])
     frame = items.iloc[np.concatenate([np.arange(len(answers)), len(answers) + item])].assign(
-        attack=pd.Categorical.from_codes(codes, [AS_IT_IS, *map(words, made)]),
+        attack=pd.Categorical.from_codes(codes, [NO_ATTACK, *map(words, made)]),
         given=given.to_numpy(),
         score=np.concatenate([answers.score, scores[item, attack]]),
     )

@@ -11,8 +11,7 @@ FOUR_WAY = 0.25  # chance of a four-way question
 
 def at_equal_forgetting(history: Sequence[dict[str, float]], targets: dict[str, float]) -> dict[str, float]:
     """Retain scores on dev items at the moment when the last forget score meets its target, interpolated between two
-    checks. Runs stop at the check after that moment, some further below the target than others. Empty if a score never
-    meets its target."""
+    checks. Runs go on until some checks in a row meet the target. Empty if a score never meets its target."""
     for before, after in pairwise(history):
         if not targets or not all(after.get(name, inf) <= target for name, target in targets.items()):
             continue

@@ -163,7 +163,8 @@ def unlearn(
         steps.average = None  # the steps below are only timed
         times = None if status == "diverged" else steps.seconds_by_turns()
         if average and status != "diverged":
-            average.write()  # after these steps, which would add what rounding took from the weights before the average
+            # After the timed steps: in them AdamWFp32 would add the rounding errors that it keeps of earlier weights.
+            average.write()
     if correct:
         with model.unpadded():  # as in the checks
             correct(model)
@@ -251,7 +252,7 @@ def _adamw(routers: list[nn.Parameter], experts: list[nn.Parameter], training: T
         {"params": alike, "lr": training.learning_rate, "weight_decay": training.weight_decay}
         for alike in distributed.by_sharding(experts)
     ]
-    # Last: `seconds_by_turns` counts on it.
+    # The group of routers is last: `Steps.seconds_by_turns` takes it by position.
     groups.append({"params": routers, "lr": router_rate, "weight_decay": training.router_weight_decay})
     return make_adamw(training.optimizer, groups, betas=training.betas, eps=training.adam_epsilon)
 

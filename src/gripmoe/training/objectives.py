@@ -232,7 +232,8 @@ def cross_entropy(model: MoEModel, batch: Batch) -> Tensor:
 
 
 def _token_mean(values: Tensor, mask: Tensor, per_pass: float | None) -> Tensor:
-    """Over the tokens of all passes of a step, of which each may have another number, once gradients are averaged; or
-    over those of all processes."""
+    """The sum of the values that `mask` counts, divided by `per_pass`, the mean number of such tokens in a pass.
+    Averaged gradients are then those of a mean over all tokens of the step. Without `per_pass` the divisor is the mean
+    number over processes."""
     count = distributed.averaged_(mask.sum().float()) if per_pass is None else per_pass
     return (values * mask).sum() / count
