@@ -232,3 +232,9 @@ def test_the_area_under_retain_over_forget_accuracy_by_hand():
     assert area((1.0, 1.0), (0.25, 0.7), (0.25, 0.9), (0.4, 0.5)) == pytest.approx(0.9), "the best of what is reached"
     assert area((1.0, 1.0)) == pytest.approx(0.25), "a run that never forgets"
     assert tradeoff_area([{"verbmem": 50.0}]) == {}
+
+
+@pytest.mark.parametrize("load", [load_runs, load_histories, load_answers, load_attacks])
+def test_a_table_that_is_not_there_is_named(load, tmp_path):
+    with pytest.raises(ConfigError, match=r"_w.csv: no table of runs can be read .*collect the runs again"):
+        load(tmp_path / "runs_w.csv")

@@ -64,30 +64,34 @@ def beside(runs: Path, name: str) -> Path:
     return compressed if compressed.exists() else plain
 
 
+def _read(path: Path, **options) -> pd.DataFrame:
+    try:
+        return pd.read_csv(path, **options)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
+
+
 def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
     """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
-    return of_kind(pd.read_csv(beside(runs, "histories"), dtype=DTYPES), kind)
+    return of_kind(_read(beside(runs, "histories"), dtype=DTYPES), kind)
 
 
 def load_answers(runs: Path, kind: str | None = "letters") -> pd.DataFrame:
     """The table of answers that belongs to the table of `runs`, of one kind of benchmark or (None) of all: a row per
     run and item."""
-    answers = pd.read_csv(beside(runs, "answers"), dtype=ID)
+    answers = _read(beside(runs, "answers"), dtype=ID)
     return of_kind(answers, kind) if kind else answers
 
 
 def load_attacks(runs: Path) -> pd.DataFrame:
     """The table of attacked items that belongs to the table of `runs`: a row per run and item, a column per attack."""
-    return pd.read_csv(beside(runs, "attacks"), dtype=ID)
+    return _read(beside(runs, "attacks"), dtype=ID)
 
 
 def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:
     """The tidy table, of one kind of benchmark or (None) of all. Raises ConfigError if it cannot be read or lacks a
     column."""
-    try:
-        runs = pd.read_csv(path, dtype=DTYPES, keep_default_na=False, na_values={"value": ["nan"]})
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
+    runs = _read(path, dtype=DTYPES, keep_default_na=False, na_values={"value": ["nan"]})
     missing = [column for column in COLUMNS if column not in runs.columns]
     if missing:
         raise ConfigError(f"{path}: no column {', '.join(missing)}; collect the runs again")
