@@ -12,7 +12,6 @@ import argparse
 import platform
 import subprocess
 from collections import Counter
-from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 
@@ -109,14 +108,12 @@ class Record:
         self.runs = runs[
             runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted|read_above)_layer_")
         ]
-        self.answers = {kind: self._items(partial(load_answers, kind=kind)) for kind in ("letters", "news")}
-        self.attacks = self._items(load_attacks)
+        self.answers = {kind: self._items("answers", partial(load_answers, kind=kind)) for kind in ("letters", "news")}
+        self.attacks = self._items("attacks", load_attacks)
 
-    def _items(self, load) -> pd.DataFrame | None:
-        kept = []
-        for path in self.paths:
-            with suppress(FileNotFoundError):  # of a table that was kept without its items
-                kept.append(load(path))
+    def _items(self, name: str, load) -> pd.DataFrame | None:
+        """The items of all tables that were kept with them."""
+        kept = [load(path) for path in self.paths if beside(path, name).exists()]
         return joined(kept) if kept else None
 
     def of_worlds(self, *worlds: str) -> pd.DataFrame:
