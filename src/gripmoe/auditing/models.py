@@ -74,7 +74,7 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
     if (folder / ADAPTER).is_file() and not (folder / "config.json").is_file():
         if original is None:
             raise ConfigError(f"{flag} {name}: this is an adapter; give the model that it adapts")
-        _check_base(folder, flag, original)
+        _warn_of_another_base(folder, flag, original)
         return Located(flag, str(name), original.folder, folder, original.config, original.shapes, original.remote)
     if not (folder / "config.json").is_file():
         raise ConfigError(f"{flag} {name}: no model is here, config.json is missing; give the folder that holds it")
@@ -98,7 +98,7 @@ def find(name: str | Path, flag: str, *, original: Located | None = None, trust_
     return Located(flag, str(name), folder, None, config, shapes, remote)
 
 
-def _check_base(adapter: Path, flag: str, original: Located) -> None:
+def _warn_of_another_base(adapter: Path, flag: str, original: Located) -> None:
     """Warns if an adapter was trained on a model of another name: it may fit in shapes alone."""
     trained_on = str(read_json(adapter / ADAPTER).get("base_model_name_or_path") or "")
     if trained_on and _last_name(trained_on) != _last_name(original.name):
