@@ -2,7 +2,7 @@
 
 Each loop trains the shipped model by gradient difference, on the same batches of its world and with the same settings.
 The loops run in threads of which one runs at a time, and take turns of a few steps. Times are those of the processor.
-OPEN_UNLEARNING names a checkout of open-unlearning, or its trainer is not compared. docs/library.md holds the results.
+OPEN_UNLEARNING names a checkout of open-unlearning, or its trainer is not compared. docs/cost.md holds the results.
 """
 
 import os

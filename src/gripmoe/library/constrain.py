@@ -45,7 +45,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, compiled_from, unwrapped
 from gripmoe.moe.recording import counted_tokens
 
-Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # docs/library.md lists further forms
+Data = Iterable[Batch | Mapping[str, Tensor]] | Iterable[str]  # docs/library_reference.md lists further forms
 ALIASES = {"freeze_moe_router": "frozen_router"}
 SAMPLED = 256  # entries of each weight in the checksum of a model
 UNABLE = {  # keys of a method that `constrain` cannot apply, and why
