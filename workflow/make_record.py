@@ -27,6 +27,7 @@ from tqdm import tqdm
 from gripmoe.config.project import Project
 from gripmoe.config.provenance import step_seconds
 from gripmoe.config.world import NO_OBJECTIVE, RunKey
+from gripmoe.reporting import TABLES
 from gripmoe.reporting.collect import base_models
 from gripmoe.reporting.runs import KEYS, load_runs
 
@@ -34,7 +35,6 @@ RECORD = ROOT / "docs" / "record" / "runs.csv"
 TIMES = RECORD.with_name("step_times.csv")
 WORLDS = ("record_main", "record_rates", "record_settings", "record_matched", "record", "record_muse")
 LAST_STEP = "attack.json"
-TABLES = ("runs", "histories", "answers", "attacks")
 POLL_SECONDS = 5
 
 

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from shared import ROOT
+from shared import CONFIG, ROOT
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.project import Project
 from gripmoe.config.provenance import package_versions, step_seconds
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.io.files import atomic_path, file_digest, read_json, write_json, write_text
-from gripmoe.reporting import RENDERING, names
+from gripmoe.reporting import RENDERING, TABLES, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability
 from gripmoe.reporting.claims import claims_table, load_claims, replication_table
 from gripmoe.reporting.collect import base_models, computed_with, with_shares
@@ -45,7 +45,7 @@ OVERVIEW = (
     *("ptc", "ptc_paper", "anchored"),
     *("unconstrained_router_x10", "expert_specific_paper_router_x10", "expert_specific_router_x10"),
 )
-TABLES = {
+TITLES = {
     "main_results": "Main results",
     "drift_decomposition": "Causes of changed routing",
     "expert_forcing": "Expert forcing",
@@ -63,7 +63,6 @@ TABLES = {
     "general_utility": "General utility",
     "retain_data": "The content of the retain documents",
     "muse_results": "MUSE",
-    "muse_attacks": "Attacks on MUSE",
     "muse_attack_matrix": "Every attack on MUSE",
     "muse_paired_tests": "MUSE, item by item",
     "seuf_comparison": "A model with a shared expert",
@@ -90,7 +89,7 @@ WORLDS = {
     "attack_quality": ("tiny_erasure",),
 }
 OF_ATTACKS = {"attack_quality": attack_quality, "erasure_goals": goals_table}  # tables without a specification
-ITEMS = ("histories", "answers", "attacks")
+ITEMS = TABLES[1:]
 OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_matched", "record_replication"), ("tiny", "tiny_all")
 OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
 COMPARED_WITH = {("tiny_a", "wmdp_tiny")}  # what worlds of further tables list only to compare with
@@ -152,7 +151,7 @@ class Record:
 
 @cache
 def run_keys(world: str) -> list[tuple]:
-    return list(Project(ROOT / "workflow" / "config", world).run_keys())
+    return list(Project(CONFIG, world).run_keys())
 
 
 def under_every_objective(runs: pd.DataFrame) -> pd.DataFrame:
@@ -172,7 +171,7 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _shown() -> set[str]:
-    named = [name for name in TABLES if not name.endswith("paired_tests") and name not in OF_ATTACKS]
+    named = [name for name in TITLES if not name.endswith("paired_tests") and name not in OF_ATTACKS]
     judged = (*ATTACKS, "restored_experts_worst_layer")
     of_changed = {harmless(attack, change) for attack in judged for change in HARMLESS}
     return OF_MARKS | MEASURED | set(ATTACKS) | of_changed | {claim.metric for claim in load_claims().values()} | {
@@ -309,7 +308,7 @@ def main() -> None:
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
     if not tidy.empty:
         write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
-    found = {title: measured.table(name) for name, title in TABLES.items()}
+    found = {title: measured.table(name) for name, title in TITLES.items()}
     shown = {title: table for title, each in found.items() if each and (table := measured_only(each))}
     legend = "\n".join(f"- {entry}" for entry in shared_legend([*shown.values()])).replace("*", "\\*")
     parts = ["# Tables of the record\n", *[f"Headings and signs of several tables:\n\n{legend}\n"] * bool(legend)]

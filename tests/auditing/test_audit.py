@@ -163,9 +163,10 @@ def test_models_that_are_known_are_called_what_they_are(embedded, which):
 
 def test_models_in_memory_come_back_as_they_were(asked, tokenizer):
     models = [small_model(vocabulary_size=len(tokenizer), seed=seed) for seed in (0, 1)]
-    before = [weights_digest(model) for model in models]
+    before, seeds = [weights_digest(model) for model in models], torch.random.get_rng_state()
     given = dict(forget=asked.forget, retain=asked.retain, tokenizer=tokenizer, attacks=QUICK)
     report = gripmoe.audit(*models, **given)
+    assert torch.equal(torch.random.get_rng_state(), seeds), "the caller's loop draws on"
     assert [weights_digest(model) for model in models] == before and before[0] != before[1]
     assert not any(module._forward_hooks for model in models for module in model.modules())
     frame, answers = report.to_frame(), report.to_answers()

@@ -58,7 +58,7 @@ def test_columns_of_ones_own_are_kept(world):
 
 
 def test_answers_may_be_letters(asked):
-    for written, missing in (("ABCD", None), ("abcd", float("nan")), ([0.0, 1.0, 2.0, 3.0], None)):
+    for written, missing in (("ABCD", None), ("abcd", float("nan")), ([0.0, 1.0, 2.0, 3.0], " ")):
         answers = [row | {"answer": written[row["answer"]], "fact": missing} for row in asked.forget]
         assert rows_of(own_inputs(answers, asked.retain)) == rows_of(own_inputs(asked.forget, asked.retain))
 

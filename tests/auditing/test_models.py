@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from contextlib import nullcontext
 from copy import deepcopy
 
 import pytest
@@ -42,6 +43,14 @@ def differ(pair, folder):
 
 def test_models_that_differ_in_weights_alone_are_compared(pair):
     differ(pair, pair / "unlearned")
+
+
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_a_configuration_that_names_no_dtype_leaves_it_to_the_weights(dtype, pair, copy):
+    """The control: it names another one."""
+    changed_config(copy, dtype=dtype)
+    with pytest.raises(ConfigError, match="differ in dtype: float32 and float16") if dtype else nullcontext():
+        differ(pair, copy)
 
 
 OTHERS = {

@@ -5,12 +5,6 @@ import statistics
 import time
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread():
-    torch.set_num_threads(1)
 
 
 def seconds(function) -> float:

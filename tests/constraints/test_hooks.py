@@ -358,6 +358,36 @@ def test_writes_to_data_are_told_of_at_the_end():
             model.model.layers[1].mlp.gate.weight.data.add_(0.1)
 
 
+def test_what_a_step_writes_after_the_step_within_it_is_told_of():
+    """torch calls the hooks of both, once a plain optimizer of the parent class was made."""
+
+    class Shrinking(torch.optim.AdamW):
+        def step(self, closure=None):
+            super().step(closure)
+            with torch.no_grad():
+                for group in self.param_groups:
+                    torch._foreach_mul_(group["params"], 0.99)
+
+    model = small_model()
+    adamw(model)
+    optimizer = Shrinking(model.parameters(), lr=1e-3, weight_decay=0.0)
+    with pytest.warns(UserWarning, match=r"routers of layers \[.*\] have changed since the last step"):
+        with gripmoe.constrain(model, optimizer, RETAIN) as handle:
+            step_of(model, optimizer, handle, RETAIN[0])
+            optimizer.step()
+
+
+def test_a_warning_at_the_end_that_is_made_an_error_leaves_the_model_free():
+    model = small_model()
+    handle = gripmoe.constrain(model, optimizer := adamw(model), RETAIN)
+    step_of(model, optimizer, handle, RETAIN[0])
+    optimizer.step()
+    model.model.layers[1].mlp.gate.weight.data.add_(0.1)
+    with warnings.catch_warnings(action="error"), pytest.raises(UserWarning, match="have changed since the last step"):
+        handle.close()
+    gripmoe.constrain(model, adamw(model), RETAIN).close()
+
+
 @pytest.mark.parametrize("writes", ["another optimizer", "a hand", "nobody", "an evaluation"])
 def test_routers_that_something_else_has_written_are_told_of(writes):
     """Also when the handle closes. What restores them is not told of."""

@@ -2,6 +2,8 @@
 
 import copy
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from statistics import fmean
@@ -173,6 +175,8 @@ def test_documents_are_remembered_batch_by_batch_and_kept_in_a_file(tmp_path):
     gripmoe.realign(model, original)
     gripmoe.realign(other, torch.load(tmp_path / "original.pt"))
     assert torch.equal(MoEModel(model).theta(0), MoEModel(other).theta(0))
+    later = "import sys, torch; from gripmoe import realign; torch.load(sys.argv[1])"  # a job of its own
+    subprocess.run([sys.executable, "-c", later, str(tmp_path / "original.pt")], check=True)
 
 
 def test_what_version_0_2_0_has_kept_is_read(tmp_path, monkeypatch):

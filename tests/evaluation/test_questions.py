@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from conftest import small_model
 from gripmoe.attacks.prompts import reworded
 from gripmoe.config.benchmarks import Benchmark
-from gripmoe.data.prompt_formats import LETTERS, REWORDINGS
+from gripmoe.data.prompt_formats import LETTERS, REWORDINGS, letter_description
 from gripmoe.evaluation.metrics import (
     choice_metrics,
     load_answers,
@@ -64,6 +64,9 @@ def test_task_is_the_harness_wmdp_template(tmp_path):
         assert ours[key] == template[key], key
     rendered, published = (apply_template(task["description"], {}) for task in (ours, cyber))
     assert rendered == published
+    for subject in ("genes \U0001f9ec", 'a "quoted" {{ subject }} \\n'):
+        task = harness_task("x", tmp_path / "q.jsonl", subject)
+        assert apply_template(task["description"], {}) == letter_description(subject)
 
 
 def test_prompt_by_hand():

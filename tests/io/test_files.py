@@ -90,6 +90,20 @@ def test_the_folder_of_another_user_is_named(tmp_path, monkeypatch):
             pass
 
 
+def test_a_full_disk_and_a_file_in_the_path_are_named_by_a_lock(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "audit"):
+        with pytest.raises(ConfigError, match="a part of this path is a file; name another folder"), exclusive(folder):
+            pass
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(locks.os, "write", refuse)
+    with pytest.raises(ConfigError, match="no room to write it; make room and start again"), exclusive(tmp_path):
+        pass
+
+
 def test_what_killed_processes_left_of_one_file_is_removed(tmp_path):
     halves = [tmp_path / f".{name}.{process}.tmp" for name in ("a.bin", "b.bin") for process in (1, 2)]
     for half in halves:
@@ -108,6 +122,28 @@ def test_a_full_disk_is_named_and_what_was_there_before_only_if_something_was(th
         with atomic_path(path):
             raise OSError(errno.ENOSPC, "No space left on device")
     assert ("What was there before is whole" in str(raised.value)) == path.exists() == there
+
+
+def test_an_error_that_the_caller_has_dealt_with_is_none_of_the_block(tmp_path):
+    """The control: one that is the cause."""
+
+    def after():
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            with atomic_path(tmp_path / "x.json"):
+                raise RuntimeError("torch's own")  # noqa: B904
+
+    def within():
+        with atomic_path(tmp_path / "x.json"):
+            try:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            except OSError:
+                raise RuntimeError("torch's own")  # noqa: B904
+
+    for block, error, said in ((after, RuntimeError, "torch's own"), (within, ConfigError, "no room to write it")):
+        with pytest.raises(error, match=said):
+            block()
 
 
 @pytest.mark.parametrize("what", ["mkdir", "the block"])
@@ -236,7 +272,7 @@ def test_lines_end_where_json_says(tmp_path):
 
 
 def test_a_table_comes_back_and_a_missing_one_is_named(tmp_path):
-    rows = [{"id": "1", "said": 'a "line"\nand another, caf\xe9'}]
+    rows = [{"id": "1\r", "said": 'a "line"\nand another, caf\xe9'}, {"id": "2", "said": "\r\n"}]
     write_csv(tmp_path / "rows.csv", rows)
     assert read_csv(tmp_path / "rows.csv") == rows
     for read in (read_csv, file_digest):

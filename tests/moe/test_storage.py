@@ -97,11 +97,19 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path, tokenizer):
     assert weights_digest(gripmoe.load_model(str(folder))[0]) == digest
 
 
-def test_the_folder_where_one_works_is_written_to(tmp_path, tokenizer, monkeypatch):
+@pytest.mark.parametrize("kind", ["current", "mount"])
+def test_a_folder_that_cannot_be_replaced_is_refused(kind, tmp_path, tokenizer, monkeypatch):
+    """The process would stand in a deleted folder."""
     (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    digest = gripmoe.save_model(small_model(vocabulary_size=len(tokenizer)), tokenizer, ".")
-    assert weights_digest(gripmoe.load_model(tmp_path / "here")[0]) == digest
+    if kind == "current":
+        monkeypatch.chdir(tmp_path / "here")
+    else:
+        monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "here")
+    model = small_model(vocabulary_size=len(tokenizer))
+    with pytest.raises(ValueError, match="here: a save replaces its folder, and this is a mount or the current one"):
+        gripmoe.save_model(model, tokenizer, "." if kind == "current" else tmp_path / "here")
+    digest = gripmoe.save_model(model, tokenizer, tmp_path / "here" / "model")
+    assert weights_digest(gripmoe.load_model(tmp_path / "here" / "model")[0]) == digest
 
 
 def test_a_link_stays_and_others_may_read_as_the_umask_says(tmp_path, tokenizer):
@@ -132,7 +140,10 @@ def test_what_is_no_whole_model_is_not_saved(tmp_path, tokenizer):
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(ValueError, match=r"`model` is a PeftModel: .*`model.merge_and_unload\(\)`"):
         gripmoe.save_model(adapted, tokenizer, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"of PEFT, `model.merge_and_unload\(\)`"):  # the adapters are within it
+        gripmoe.save_model(adapted.get_base_model(), tokenizer, tmp_path / "model")
     assert not list(tmp_path.iterdir())
+    gripmoe.save_model(adapted.merge_and_unload(), tokenizer, tmp_path / "model")
 
 
 def test_a_save_leaves_the_model_as_it_is(tmp_path, tokenizer):

@@ -4,7 +4,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from gripmoe.reporting.overview import LOOKS, PANELS, overview
+from gripmoe.reporting.overview import MARKERS, PANELS, overview
 from gripmoe.reporting.runs import COLUMNS
 
 
@@ -28,7 +28,7 @@ def test_a_mark_stands_at_the_mean_over_base_models_and_objectives():
     (_, frozen) = [container.lines[0].get_xydata()[0] for container in marks["retain accuracy"][::-1]]
     assert frozen == pytest.approx([0.11, 0.0]), "in the lowest row: the mean of 0.12 and 0.10 over three base models"
     shown = [container.lines[0] for container in marks["forget accuracy"] if container.lines[0].get_ydata()[0] == 0]
-    assert [mark.get_marker() for mark in shown] == [marker for marker, *_ in LOOKS.values()]
+    assert [mark.get_marker() for mark in shown] == [marker.shape for marker in MARKERS.values()]
     assert [mark.get_xdata()[0] for mark in shown] == pytest.approx([0.31, 0.41, 0.51])
     (_, _, (bar,)) = marks["retain accuracy"][0].lines
     (low, high) = bar.get_segments()[0][:, 0]

@@ -61,7 +61,7 @@ def of_every_row(name):
     rows = [
         (entry.get("model", "tiny_a"), benchmark, entry.get("objective", block.get("objective")), entry["method"], seed)
         + (metric, (value - 0.6 * (number % 2)) * (1 + seed / 10))
-        for block in spec["blocks"]
+        for block in [*spec["blocks"], *[{"objective": "gd", "rows": []}] * spec.get("all_methods", False)]
         for entry in block["rows"] or [{"method": "unconstrained"}]
         for number, (metric, value) in enumerate((dict.fromkeys(spec["measured"], 0.277) | marks).items())
         for seed in (0, 1)

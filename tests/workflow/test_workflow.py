@@ -281,7 +281,7 @@ class TestRun:
             "methods: [original, retrained, unconstrained, expert_specific]\n"
             "overrides: {unconstrained: &seldom {check_every: 4, checkpoint_every: 4}, expert_specific: *seldom}\n"
             "gpus: {smoke_news: 2}\n"
-            "artefacts: [muse_results, muse_attacks, muse_attack_matrix, muse_paired_tests, muse_tradeoff]\n"
+            "artefacts: [muse_results, muse_attack_matrix, muse_paired_tests, muse_tradeoff]\n"
         )
         run_with_server("--cores", 2, "--config", f"world={world}", directory=finished, root=finished)
         log = finished / "results/smoke/logs/finetune_model/smoke_news_retrained.log"
@@ -293,7 +293,7 @@ class TestRun:
         assert "forced_knowmem_forget" in measured and "relearned_from_retain_after_20" in measured
         assert (run / "attack_questions.csv").stat().st_size > 100
         figures = finished / "paper_figures/news"
-        for name in ("muse_results.tex", "muse_attacks.html", "muse_attack_matrix.md", "muse_tradeoff.pdf"):
+        for name in ("muse_results.tex", "muse_paired_tests.html", "muse_attack_matrix.md", "muse_tradeoff.pdf"):
             assert (figures / name).stat().st_size > 500
         assert re.search(r"Method A, sound & (\+|\$-\$)\d", (figures / "muse_paired_tests.tex").read_text())
 

@@ -150,7 +150,8 @@ def computing(config: transformers.PretrainedConfig) -> dict[str, Any]:
 
 def compare(one: Located, other: Located) -> None:
     """Raises ConfigError, naming the difference, if two models differ in more than weights."""
-    both = (described(each.config, each.shapes, each.dtype) for each in (one, other))
+    named = None not in (one.config.dtype, other.config.dtype)  # otherwise the weights say it, once they are loaded
+    both = (described(each.config, each.shapes, each.dtype if named else None) for each in (one, other))
     compare_described(*both, f"{one.flag} and {other.flag}")
 
 
@@ -162,9 +163,11 @@ def compare_described(one: Mapping[str, Any], other: Mapping[str, Any], pair: st
             raise ConfigError(f"{pair} differ in {what}: {values[0]} and {values[1]}; {remedy}")
 
 
-def described(config: transformers.PretrainedConfig, shapes: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+def described(
+    config: transformers.PretrainedConfig, shapes: Mapping[str, Any], dtype: torch.dtype | None
+) -> dict[str, Any]:
     """All but the weights of a model, by the names that errors use."""
-    return {**computing(config), **shapes, "dtype": str(dtype).removeprefix("torch.")}
+    return {**computing(config), **shapes} | ({"dtype": str(dtype).removeprefix("torch.")} if dtype else {})
 
 
 def check_vocabulary(model, tokenizer, name: str) -> None:

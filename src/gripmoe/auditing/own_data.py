@@ -141,8 +141,9 @@ def _right_choice(row: Mapping[str, Any], where: str) -> str:
 
 
 def _missing(value: Any) -> bool:
-    """Whether it is None, or NaN, which pandas puts in its place."""
-    return value is None or (isinstance(value, float) and value != value)
+    """Whether it is None, a blank text as in an empty cell of a CSV file, or NaN, which pandas puts in its place."""
+    is_blank = isinstance(value, str) and not value.strip()
+    return value is None or is_blank or (isinstance(value, float) and value != value)
 
 
 def _index(answer: Any) -> int | None:

@@ -17,6 +17,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from tqdm import tqdm
 
@@ -35,7 +36,7 @@ from gripmoe.evaluation.metrics import load_answers
 from gripmoe.evaluation.questions import direct_answers, load_questions
 from gripmoe.evaluation.routing_stability import routing_metrics
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import read_json, write_csv
+from gripmoe.io.files import read_json, remove_halves, write_csv
 from gripmoe.io.imports import require_extras
 from gripmoe.io.locks import exclusive
 from gripmoe.moe import MoEModel
@@ -110,7 +111,11 @@ def audit(
         folder = Path(output) / "state" if output else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if output:
             stack.enter_context(exclusive(Path(output)))
+            remove_halves(folder)
+            remove_halves(folder / "data")
         inputs.write(folder / "data")
+        # Attacks set seeds, and the caller's own training may go on after the audit.
+        stack.enter_context(torch.random.fork_rng(devices=range(torch.cuda.device_count())))
         return _measured(moes, digests, tokenizer, inputs, chosen, budget, folder, started)
 
 

@@ -16,8 +16,8 @@ from gripmoe.config.world_files import world_content, world_files
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import remove as remove_path
 from gripmoe.io.locks import exclusive
+from gripmoe.reporting import TABLES
 
-TABLES = ("runs", "histories", "answers", "attacks")
 NAMED = ("collect", "explore", "manifest", "plan")  # rules whose logs are named after the world
 LOGS = "logs/*/*.*.log"
 SHAPES = (  # of models, data, what runs share, runs; none is one of logs

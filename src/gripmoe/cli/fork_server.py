@@ -141,7 +141,6 @@ def _become(streams: Sequence[int], arguments: list[str], folder: str, environme
     for stream, standard in zip(streams, STANDARD_STREAMS, strict=True):
         os.dup2(stream, standard)
         os.close(stream)
-    code = 1
     try:
         code = _run(arguments, folder, environment)
         sys.stdout.flush()

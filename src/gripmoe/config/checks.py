@@ -118,7 +118,7 @@ def _check_base(project: Project, name: str) -> None:
         base = project.models[model.base]
         if base.source != "embedded" or base.trained_on != "skills":
             raise ConfigError(f"{where}: {model.base!r} is not an embedded model with `trained_on: skills`")
-        _require_alike(model, base, ("source", "family", "size", "world_seed"), f"{where}: {model.base!r}")
+        _require_alike(model, base, ("family", "size", "world_seed"), f"{where}: {model.base!r}")
 
 
 def _require_alike(model: ModelConfig, other: ModelConfig, keys: Iterable[str], where: str) -> None:

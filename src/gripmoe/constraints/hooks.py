@@ -177,8 +177,10 @@ class ConstraintHandle:
         of `gripmoe.constrain`. Routers that were in lower precision stay in fp32, because rounding would undo part of
         the constraint. May be called twice. Warns if routers got gradients and the optimizer has never stepped, or if
         something else has written routers since its last step."""
-        self._warn()
-        self._close(settle=True)
+        try:
+            self._warn()
+        finally:
+            self._close(settle=True)
 
     def _warn(self) -> None:
         # The loop of the workflow, whose handle has nothing prepared, steps the optimizer that it has made.
@@ -210,8 +212,10 @@ class ConstraintHandle:
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
         if error is None:
-            self._warn()
-            self._close(settle=True)
+            try:
+                self._warn()
+            finally:
+                self._close(settle=True)
         else:  # of this process alone, perhaps: the others would not take part in settling
             self._close(settle=distributed.processes() == 1)
 
@@ -299,8 +303,10 @@ class ConstraintHandle:
             self.model.set_thetas(self._before)
             raise
         finally:
+            # A step that calls `super().step()` ends twice. What it has written in between, the watch then finds.
+            if self._before or self.is_lifted:
+                self._watch.after_step()
             self._before = {}
-            self._watch.after_step()
             self.skip()
 
     def _write_feasible(self) -> None:

@@ -70,7 +70,10 @@ class LoopWatch:
         if self._left is None or (self._writes() == self._left[0] and not looks):
             return
         pairs = zip(self._model.layers, self._left[1], self._norms(), strict=True)
-        if layers := [layer for layer, before, norm in pairs if not torch.equal(before, norm)]:
+        layers = [  # norms on another device differ by rounding
+            layer for layer, before, norm in pairs if before.device == norm.device and not torch.equal(before, norm)
+        ]
+        if layers:
             warnings.warn(
                 f"the routers of layers {layers} have changed since the last step of the optimizer that `constrain` "
                 "was given, and no constraint held. If another optimizer trains them: "

@@ -58,6 +58,7 @@ def write_parquet(path: Path, rows: Sequence[dict], keys: Sequence[str]) -> None
 def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) -> dict:
     """A multiple-choice task of the harness over a file of `write_parquet`, in the WMDP and MMLU template; `shots`
     solved questions before each come from the file beside it whose name ends in `.shots`."""
+    described = json.dumps(letter_description(subject), ensure_ascii=False)  # jinja would decode surrogates one by one
     files = {"test": str(questions_file)} | ({"shots": f"{questions_file}.shots"} if shots else {})
     task = {
         "task": name,
@@ -66,7 +67,7 @@ def harness_task(name: str, questions_file: Path, subject: str, shots: int = 0) 
         "test_split": "test",
         "num_fewshot": shots,
         "output_type": "multiple_choice",
-        "description": f"{{{{ {json.dumps(letter_description(subject))} }}}}",  # a template that the harness renders
+        "description": f"{{{{ {described} }}}}",  # a template that the harness renders
         "doc_to_text": template_of(LETTER_TASK),
         "doc_to_choice": list(LETTERS),
         "doc_to_target": "answer",

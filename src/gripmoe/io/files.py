@@ -9,9 +9,11 @@ import io
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -31,6 +33,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     error. Raises ConfigError if the disk is full or the folder may not be written; the old content stays. If the
     process is killed while it replaces a folder, the old folder is in `aside(path)`; the next write, or
     `remove_halves`, puts it back."""
+    handled = sys.exception()  # what the caller deals with is the context of an error of the block, and not its cause
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -49,10 +52,10 @@ def atomic_path(path: Path) -> Iterator[Path]:
             _put_back(path)
             remove(temporary)
     except Exception as error:
-        if _says(error, NO_ROOM):
+        if _says(error, NO_ROOM, handled):
             resumes = ". What was there before is whole, and the run resumes from it" if path.exists() else ""
             raise ConfigError(f"{path}: no room to write it; make room and start again{resumes}") from error
-        if _says(error, REFUSED):
+        if _says(error, REFUSED, handled):
             raise ConfigError(
                 f"{path}: this user may not write it, or the disk is read-only ({error}); name another folder, or have "
                 "this one made writable"
@@ -86,13 +89,15 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _says(error: BaseException | None, codes: tuple[int, ...]) -> bool:
+def _says(error: BaseException | None, codes: tuple[int, ...], handled: BaseException | None) -> bool:
     """Whether the system gave one of these errors. torch raises its own error after the system's; safetensors quotes
     the system's error in its message."""
-    return error is not None and (
+    if error is None or error is handled:
+        return False
+    return (
         getattr(error, "errno", None) in codes
         or any(f"(os error {code})" in str(error) for code in codes)
-        or _says(error.__context__, codes)
+        or _says(error.__context__, codes, handled)
     )
 
 
@@ -223,7 +228,9 @@ def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     if not rows:
         raise ValueError(f"no rows to write to {path}")
     with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
+        # Before Python 3.13, csv quotes a carriage return only if it is part of the line terminator.
+        lines = SimpleNamespace(write=lambda row: file.write(row.removesuffix("\r\n") + "\n"))
+        writer = csv.DictWriter(lines, fieldnames=list(rows[0]), lineterminator="\r\n")
         writer.writeheader()
         writer.writerows(rows)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.files import remove_halves
+from gripmoe.io.files import NO_ROOM, remove_halves
 
 
 @contextmanager
@@ -30,19 +30,30 @@ def exclusive(folder: Path) -> Iterator[None]:
         file.seek(0)
         file.truncate()
         job = f", SLURM job {os.environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in os.environ else ""
-        file.write(f"process {os.getpid()} on {socket.gethostname()}{job}")
-        file.flush()
+        with _telling(folder):  # unbuffered: closing the file would raise the error again
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}{job}".encode())
         remove_halves(folder)
         yield
 
 
 def _opened(folder: Path) -> IO:
-    try:
+    with _telling(folder):
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / ".lock", "a+", encoding="utf-8")
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    """Raises ConfigError, with the remedy, for an error of the system."""
+    try:
+        yield
     except OSError as error:
         if error.errno == errno.EROFS:
             raise ConfigError(f"{folder}: the disk is read-only; name another folder") from None
+        if error.errno in NO_ROOM:
+            raise ConfigError(f"{folder}: no room to write it; make room and start again") from None
+        if isinstance(error, NotADirectoryError | FileExistsError):
+            raise ConfigError(f"{folder}: a part of this path is a file; name another folder") from None
         if not isinstance(error, PermissionError):
             raise
         raise ConfigError(

@@ -50,3 +50,8 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
             module = module.base_layer
         else:
             return
+
+
+def holds_adapters(model: nn.Module) -> bool:
+    """Whether PEFT's layers stand in the place of layers of `model`, also if `model` itself is not wrapped."""
+    return any(hasattr(module, "base_layer") or hasattr(module, "original_module") for module in model.modules())

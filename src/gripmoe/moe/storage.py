@@ -17,7 +17,7 @@ from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import aside, atomic_path
 from gripmoe.io.tensorfile import open_tensors
-from gripmoe.moe.adapters import unwrapped
+from gripmoe.moe.adapters import holds_adapters, unwrapped
 from gripmoe.moe.families import DENSE, FAMILIES, has_experts, is_moe
 from gripmoe.moe.model import MoEModel
 from gripmoe.moe.placement import place, visible_devices
@@ -57,9 +57,9 @@ def save_model(
     the first writes, and the others wait for it and return the same digest.
 
     Raises ValueError for experts of an unknown family, for adapters that are not merged, and without a tokenizer.
-    Raises ConfigError, a ValueError, if `folder` is a file or holds other things than a model, or if the disk is full;
-    the old content stays."""
-    if not isinstance(model, torch.nn.Module) or unwrapped(model) is not model:
+    Raises ConfigError, a ValueError, if `folder` is a file, a mount, the current folder, or holds other things than a
+    model, or if the disk is full; the old content stays."""
+    if not isinstance(model, torch.nn.Module) or unwrapped(model) is not model or holds_adapters(model):
         raise ValueError(
             f"`model` is a {type(model).__name__}: give the transformers model (of PEFT, `model.merge_and_unload()`; "
             "of torch.compile, `model._orig_mod`)"
@@ -69,6 +69,10 @@ def save_model(
     folder = Path(folder).resolve()  # "." has no name to write beside, and a link stays a link
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: this is a file; save to a folder of its own")
+    if folder.is_mount() or (folder.is_dir() and folder.samefile(".")):
+        raise ConfigError(
+            f"{folder}: a save replaces its folder, and this is a mount or the current one; name one in it"
+        )
     moe = MoEModel(model) if is_moe(model) else None
     try:
         state = whole_state(model)

@@ -304,7 +304,7 @@ class Costs:
                 self.unmeasured[key] = str(error)
                 return {}
             stored = read_json(self._file) if self._file.exists() else {}  # another plan may have written there
-            self._measured = stored | self._measured
+            self._measured.update(stored | self._measured)  # in place: the costs of varied projects share it
             write_json(self._file, self._measured)
         return self._measured[key]
 

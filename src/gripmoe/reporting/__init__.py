@@ -1,6 +1,7 @@
 """From the files of finished runs to tables and figures. Needs pandas and matplotlib, and no torch but for
 `geometry.example`, whose numbers two notebooks draw."""
 
+TABLES = ("runs", "histories", "answers", "attacks")  # what `gripmoe collect` writes of a world
 # The modules that make tables and figures, for their fingerprint. The workflow imports this, so it stays light.
 RENDERING = (
     "gripmoe.reporting.comparison",

@@ -8,7 +8,16 @@ import pandas as pd
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
-from gripmoe.reporting.figures import draw_line, house_style, label_ends, legend_below, nothing, panels_of
+from gripmoe.reporting.figures import (
+    Marker,
+    draw_line,
+    house_style,
+    label_ends,
+    label_markers,
+    legend_below,
+    nothing,
+    panels_of,
+)
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
 from gripmoe.reporting.runs import KEYS, values_of
 from gripmoe.reporting.tables import Cell, Table, with_half_width
@@ -75,11 +84,11 @@ def _over_runs(of_row: pd.DataFrame, metric: str, own: str) -> Estimate:
     return (None, None) if pd.isna(mean) else (mean, half)
 
 
-LOOKS = {  # marker, size, whether filled, and name; later ones are drawn on top
-    "forced_forget_accuracy": ("o", 6, False, "original sets forced"),
-    "forget_accuracy": ("o", 2.8, True, "as it is"),
-    "random_forced_forget_accuracy": ("|", 6, True, "random sets forced"),
-    "restored_experts_worst_layer": ("x", 4, True, "one layer's experts put back"),
+MARKERS = {  # later ones are drawn on top
+    "forced_forget_accuracy": Marker("o", 6, False, "original sets forced"),
+    "forget_accuracy": Marker("o", 2.8, True, "as it is"),
+    "random_forced_forget_accuracy": Marker("|", 6, True, "random sets forced"),
+    "restored_experts_worst_layer": Marker("x", 4, True, "one layer's experts put back"),
 }
 
 
@@ -87,7 +96,7 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
     """Forget accuracy of every method: as it is, under original and under random expert sets, and with one layer's
     original experts put back (the paper's Figure 1b). Random sets are the control of original sets, and the retrained
     model shows what each attack returns of a model that never knew."""
-    found = runs[runs.metric.isin(LOOKS)]
+    found = runs[runs.metric.isin(MARKERS)]
     methods = names.ordered(set(found.method) - {"original"})
     without_objective = set(found.method[found.objective == NO_OBJECTIVE])
     marks = ""
@@ -105,18 +114,15 @@ def forcing_vulnerability(runs: pd.DataFrame) -> plt.Figure:
                     continue
                 row, colour = means.loc[(of, method)], names.colour(method)
                 axes.plot([row.min(), row.max()], [y, y], color=colour, linewidth=0.8)
-                for metric, (marker, size, filled, _) in LOOKS.items():
-                    look = dict(color=colour, markerfacecolor=colour if filled else "white", markersize=size)
-                    axes.plot([row.get(metric)], [y], marker, clip_on=False, **look)
+                for metric, marker in MARKERS.items():
+                    axes.plot([row.get(metric)], [y], marker.shape, clip_on=False, **marker.look(colour))
                 of_method = of_kind[(of_kind.objective == of) & (of_kind.method == method)]
                 marks += (marked := marks_of(of_method).replace(" ", ""))
                 axes.annotate(marked, (1.03, y), fontsize=6, va="center", annotation_clip=False)
             axes.set(xlabel="forget accuracy", xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
             axes.set_yticks(range(len(methods)), [names.method_label(m) for m in reversed(methods)])
         first = panels[0][0]
-        for marker, size, filled, text in LOOKS.values():
-            look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
-            first.plot([], [], marker, label=text, **look)
+        label_markers(first, MARKERS.values())
         note = "; ".join(text.partition(":")[0] for mark, text in names.MARKS.items() if mark in marks)
         legend_below(figure, first, columns=2, note=note)
     return figure

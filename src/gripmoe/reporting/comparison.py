@@ -165,19 +165,21 @@ def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:
 
 
 def _blocks(runs: pd.DataFrame, spec: dict) -> list[dict]:
-    """The blocks of a table; if it shows all methods of all benchmarks, also one of controls, one of external
-    checkpoints, and one for each objective not listed."""
+    """The blocks of a table; if it shows all methods of all benchmarks, also one for each objective not listed, one of
+    controls and one of external checkpoints."""
     blocks = spec["blocks"]
     if not spec.get("all_methods") or any("benchmark" in block for block in blocks):
         return blocks
-    listed = {row["method"] for block in blocks for row in block["rows"] if row.get("objective") == NO_OBJECTIVE}
-    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.NOT_UNLEARNED} - listed)
-    for title, is_ours in (("Control", True), ("External", False)):
-        rows = [{"objective": NO_OBJECTIVE, "method": name} for name in others if (name in names.METHODS) == is_ours]
-        blocks = blocks + [{"name": title, "rows": rows}] * bool(rows)
     listed = {block.get("objective") for block in blocks}
     others = [objective for objective in names.objectives_of(runs) if objective not in listed]
-    return blocks + [{"name": names.objective_label(o), "objective": o, "rows": []} for o in others]
+    of_objectives = [{"name": names.objective_label(o), "objective": o, "rows": []} for o in others]
+    listed = {row["method"] for block in blocks for row in block["rows"] if row.get("objective") == NO_OBJECTIVE}
+    others = sorted({*runs.method[runs.objective == NO_OBJECTIVE]} - {*names.NOT_UNLEARNED} - listed)
+    of_none = []
+    for title, is_ours in (("Control", True), ("External", False)):
+        rows = [{"objective": NO_OBJECTIVE, "method": name} for name in others if (name in names.METHODS) == is_ours]
+        of_none += [{"name": title, "rows": rows}] * bool(rows)
+    return [*blocks, *of_objectives, *of_none]
 
 
 def _rows(block: dict, runs: pd.DataFrame, spec: dict, beside_paper: bool) -> list[tuple[dict, pd.DataFrame]]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import matplotlib
 import matplotlib.pyplot as plt
@@ -174,6 +175,24 @@ def panels_of(table: pd.DataFrame, height: float = 2.3) -> tuple[plt.Figure, lis
 
 
 ROW_OF_LEGEND = 0.135  # inches
+
+
+class Marker(NamedTuple):
+    """A mark of one kind of measurement; its colour is that of the method."""
+
+    shape: str
+    points: float
+    filled: bool
+    text: str  # in the legend
+
+    def look(self, colour: str) -> dict:
+        return dict(color=colour, markerfacecolor=colour if self.filled else "white", markersize=self.points)
+
+
+def label_markers(axes: plt.Axes, markers: Iterable[Marker]) -> None:
+    """Puts the markers into the legend of `axes`, in grey."""
+    for marker in markers:
+        axes.plot([], [], marker.shape, label=marker.text, **marker.look("0.3"))
 
 
 def legend_below(figure: plt.Figure, axes: plt.Axes, columns: int = 4, note: str = "") -> None:

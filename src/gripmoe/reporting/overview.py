@@ -9,16 +9,21 @@ import pandas as pd
 
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
-from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below
+from gripmoe.reporting.figures import PAPER_WIDTH, Marker, house_style, label_markers, legend_below
 from gripmoe.reporting.scores import FOUR_WAY
 from gripmoe.reporting.uncertainty import interval, units_of_table
 
-LOOKS = {  # metric: marker, size, whether filled, name; later ones are drawn on top
-    "forced_forget_accuracy": ("o", 5.5, False, "original expert sets forced"),
-    "relearned_after_20": ("x", 4, True, "20 steps of relearning"),
-    "forget_accuracy": ("o", 2.8, True, "no attack"),
+MARKERS = {  # by metric; later ones are drawn on top
+    "forced_forget_accuracy": Marker("o", 5.5, False, "original expert sets forced"),
+    "relearned_after_20": Marker("x", 4, True, "20 steps of relearning"),
+    "forget_accuracy": Marker("o", 2.8, True, "no attack"),
 }
-PANELS = {"retain accuracy": ["retain_accuracy"], "routing stability": ["routing_stability"], "forget accuracy": LOOKS}
+DOT = Marker("o", 3, True, "")
+PANELS = {
+    "retain accuracy": ["retain_accuracy"],
+    "routing stability": ["routing_stability"],
+    "forget accuracy": MARKERS,
+}
 WIDTHS = 2, 2, 3
 
 
@@ -42,15 +47,12 @@ def overview(runs: pd.DataFrame, methods: Sequence[str]) -> plt.Figure:
             for y, method in enumerate(reversed(methods)):
                 for metric in metrics:
                     mean, half = interval(units_of_table(found[(found.method == method) & (found.metric == metric)]))
-                    marker, size, filled, _ = LOOKS.get(metric, ("o", 3, True, ""))
-                    colour = names.colour(method)
-                    look = dict(color=colour, markersize=size, markerfacecolor=colour if filled else "white")
-                    axes.errorbar([mean], [y], xerr=half, fmt=marker, elinewidth=0.8, clip_on=False, **look)
+                    marker = MARKERS.get(metric, DOT)
+                    look = marker.look(names.colour(method))
+                    axes.errorbar([mean], [y], xerr=half, fmt=marker.shape, elinewidth=0.8, clip_on=False, **look)
             axes.set(xlabel=title, xlim=(0, 1.02), ylim=(-0.7, len(methods) - 0.3))
         panels[0].set_yticks(range(len(methods)), [names.method_label(method) for method in reversed(methods)])
         panels[-1].axvline(FOUR_WAY, color="0.6", linewidth=0.7, linestyle=":")
-        for marker, size, filled, text in LOOKS.values():
-            look = dict(color="0.3", markerfacecolor="0.3" if filled else "white", markersize=size)
-            panels[-1].plot([], [], marker, label=text, **look)
+        label_markers(panels[-1], MARKERS.values())
         legend_below(figure, panels[-1], columns=3, note="forget accuracy: the dotted line is a guess")
     return figure
