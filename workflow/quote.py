@@ -161,7 +161,7 @@ def value_of(source: str) -> str:
         case [record, "all", "least", metric]:
             return fixed(least_of(record, metric), 2)
         case [record, objective, method, metric] if not pd.isna(mean := mean_of(record, objective, method, metric)):
-            return fixed(mean, 0 if metric in (*OF_HUNDRED, *COUNTS) else 2)
+            return fixed(mean, 0 if metric.removeprefix("forced_") in (*OF_HUNDRED, *COUNTS) else 2)
     raise ValueError(f"{QUOTES.name}: {source!r} is no source, or the record has no number of it")
 
 
