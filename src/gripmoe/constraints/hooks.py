@@ -211,7 +211,7 @@ class ConstraintHandle:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_) -> None:
-        if error is None:
+        if error is None:  # as `close`, without a call in between, so that warnings point into the loop
             try:
                 self._warn()
             finally:
