@@ -19,9 +19,11 @@ import yaml
 import gripmoe
 from gripmoe.cli.main import COMMANDS, load
 from gripmoe.config import benchmarks, methods, models, training, types, world
+from gripmoe.reporting.specifications import description, notebook_of
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
+NOTEBOOKS = ROOT / "notebooks"
 RETURNED = (  # by public functions, or given to functions of your own
     "gripmoe.constraints.hooks.ConstraintHandle",
     "gripmoe.auditing.report.AuditReport",
@@ -211,12 +213,11 @@ def _not_named(pattern: str) -> str:
 
 
 def tables() -> str:
-    """Every table and figure: the first cell of its notebook."""
+    """Every table and figure with its description."""
     said = []
     for name, row in _artefacts().items():
-        notebook = json.loads((ROOT / "notebooks" / f"{name}.ipynb").read_text(encoding="utf-8"))
-        title, _, text = "".join(notebook["cells"][0]["source"]).removeprefix("# ").partition("\n")
-        said.append(f"## {title}\n\n" + f"`{name}`: {', '.join(row['formats'])}.\n\n{text.strip()}".rstrip() + "\n")
+        heading, text = description(name, NOTEBOOKS)
+        said.append(f"## {heading}\n\n`{name}`: {', '.join(row['formats'])}.\n\n{text}\n")
     return "\n".join(said)
 
 
@@ -246,8 +247,9 @@ def execute_notebooks(output: Path) -> None:
         for name in _of_record():
             saved = files / f"{name}.{_artefacts()[name]['formats'][0]}"
             given = {"runs": "record/runs.csv", "output": str(Path("..") / saved.relative_to(ROOT))}
-            notebook = load_notebook_node(str(ROOT / "notebooks" / f"{name}.ipynb"))
+            notebook = load_notebook_node(str(notebook_of(name, NOTEBOOKS)))
             client.nb = notebook = parameterize_notebook(notebook, given)
+            notebook.cells[0].source = "# {}\n\n{}".format(*description(name, NOTEBOOKS))
             for number, cell in enumerate(notebook.cells):
                 client.execute_cell(cell, number, execution_count=number)
             nbformat.write(notebook, output / f"{name}.ipynb")

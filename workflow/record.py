@@ -28,13 +28,14 @@ from gripmoe.reporting import RENDERING, TABLES, names
 from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability
 from gripmoe.reporting.claims import claims_table, load_claims, replication_table
 from gripmoe.reporting.collect import base_models, computed_with, with_shares
-from gripmoe.reporting.comparison import comparison, marks_of, specification
+from gripmoe.reporting.comparison import comparison, marks_of
 from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
 from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_picture
 from gripmoe.reporting.overview import overview
 from gripmoe.reporting.paired import paired_table
 from gripmoe.reporting.runs import ID, KEYS, beside, load_answers, load_attacks, load_histories, load_runs, of_kind
+from gripmoe.reporting.specifications import description, specification, specifications
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
 from gripmoe.reporting.uncertainty import interval, units_of_table
 
@@ -45,32 +46,32 @@ OVERVIEW = (
     *("ptc", "ptc_paper", "anchored"),
     *("unconstrained_router_x10", "expert_specific_paper_router_x10", "expert_specific_router_x10"),
 )
-TITLES = {
-    "main_results": "Main results",
-    "drift_decomposition": "Causes of changed routing",
-    "expert_forcing": "Expert forcing",
-    "router_rate": "The rate of routers",
-    "attack_matrix": "Every attack on every method",
-    "attack_controls": "Controls and further attacks",
-    "paired_tests": "Question by question",
-    "blackbox_attacks": "Black-box prompts",
-    "threshold_sensitivity": "The threshold of the null space",
-    "per_band_threshold": "The threshold by depth",
-    "constraint_ablation": "Forms of the constraint",
-    "factorial": "Constraint and trained experts",
-    "constraint_surface": "Which routing is fixed",
-    "cost_and_memory": "What a constraint costs",
-    "general_utility": "General utility",
-    "retain_data": "The content of the retain documents",
-    "muse_results": "MUSE",
-    "muse_attack_matrix": "Every attack on MUSE",
-    "muse_paired_tests": "MUSE, item by item",
-    "seuf_comparison": "A model with a shared expert",
-    "dense_baseline": "A dense model",
-    "erasure": "Forget accuracy under attack",
-    "erasure_goals": "Four goals of erasure",
-    "attack_quality": "The quality of attacks",
-}
+SHOWN = (
+    "main_results",
+    "drift_decomposition",
+    "expert_forcing",
+    "router_rate",
+    "attack_matrix",
+    "attack_controls",
+    "paired_tests",
+    "blackbox_attacks",
+    "threshold_sensitivity",
+    "per_band_threshold",
+    "constraint_ablation",
+    "factorial",
+    "constraint_surface",
+    "cost_and_memory",
+    "general_utility",
+    "retain_data",
+    "muse_results",
+    "muse_attack_matrix",
+    "muse_paired_tests",
+    "seuf_comparison",
+    "dense_baseline",
+    "erasure",
+    "erasure_goals",
+    "attack_quality",
+)
 OF_ERASURE = (
     "tiny_erasure",
     "tiny_erasure_averaged",
@@ -171,7 +172,7 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _shown() -> set[str]:
-    named = [name for name in TITLES if not name.endswith("paired_tests") and name not in OF_ATTACKS]
+    named = [name for name in SHOWN if name in specifications()]
     judged = (*ATTACKS, "restored_experts_worst_layer")
     of_changed = {harmless(attack, change) for attack in judged for change in HARMLESS}
     return OF_MARKS | MEASURED | set(ATTACKS) | of_changed | {claim.metric for claim in load_claims().values()} | {
@@ -308,11 +309,11 @@ def main() -> None:
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
     if not tidy.empty:
         write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
-    found = {title: measured.table(name) for name, title in TITLES.items()}
-    shown = {title: table for title, each in found.items() if each and (table := measured_only(each))}
+    found = {description(name, ROOT / "notebooks")[0]: measured.table(name) for name in SHOWN}
+    shown = {heading: table for heading, each in found.items() if each and (table := measured_only(each))}
     legend = "\n".join(f"- {entry}" for entry in shared_legend([*shown.values()])).replace("*", "\\*")
     parts = ["# Tables of the record\n", *[f"Headings and signs of several tables:\n\n{legend}\n"] * bool(legend)]
-    parts += [f"## {title}\n\n{as_markdown(table)}" for title, table in shown.items()]
+    parts += [f"## {heading}\n\n{as_markdown(table)}" for heading, table in shown.items()]
     statements = statements_of(measured, Record([args.before]) if args.before else None)
     if statements:
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))

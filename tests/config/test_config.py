@@ -16,7 +16,7 @@ from gripmoe.config.project import Project
 from gripmoe.config.world import load_run
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_yaml
-from gripmoe.reporting.comparison import specification
+from gripmoe.reporting.specifications import specification
 
 CONFIG = Path(__file__).parents[2] / "workflow" / "config"
 ROWS = yaml.safe_load(TABLE.read_text(encoding="utf-8"))

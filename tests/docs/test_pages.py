@@ -13,7 +13,7 @@ from commands import SUMMARIES, flags_of, wrong_with
 from gripmoe.config import benchmarks, methods, models, training, types, world
 from gripmoe.config.project import Project
 from gripmoe.io.files import read_yaml
-from gripmoe.reporting import comparison
+from gripmoe.reporting.specifications import Specification
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -67,7 +67,7 @@ def test_the_configuration_of_a_page_is_valid(page, tmp_path, monkeypatch):
     added = {}
     for text in blocks(page, "yaml"):
         if text.startswith("# src/gripmoe/reporting/comparisons.yaml\n"):
-            assert [comparison.Specification(**table) for table in yaml.safe_load(text).values()]
+            assert [Specification(**table) for table in yaml.safe_load(text).values()]
             continue
         file = re.match(r"# workflow/config/(\w+\.yaml)\n", text)[1]
         with (folder / file).open("a", encoding="utf-8") as stream:

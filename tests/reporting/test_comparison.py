@@ -9,8 +9,9 @@ import yaml
 from invented_runs import COMPARISONS, news, row, synthetic
 
 from gripmoe.reporting import names
-from gripmoe.reporting.comparison import comparison, specification
+from gripmoe.reporting.comparison import comparison
 from gripmoe.reporting.runs import COLUMNS, of_kind
+from gripmoe.reporting.specifications import specification
 from gripmoe.reporting.tables import Table, as_frame
 
 

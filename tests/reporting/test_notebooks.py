@@ -1,4 +1,5 @@
-"""Every notebook, executed on two models of the record, with invented histories, answers and layers."""
+"""Every table and figure, drawn by its notebook from two models of the record, with invented histories, answers and
+layers."""
 
 import itertools
 import json
@@ -8,17 +9,19 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-import yaml
 
 from gripmoe.geometry.nullspace import RetainBasis
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.files import read_yaml
 from gripmoe.moe.bases import save_bases
 from gripmoe.reporting import RENDERING, names
-from gripmoe.reporting.comparison import specification
 from gripmoe.reporting.manifest import manifest
+from gripmoe.reporting.specifications import description, notebook_of, specification
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ARTEFACTS = ROOT / "workflow" / "config" / "artefacts.yaml"
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+ARTEFACTS = read_yaml(ROOT / "workflow" / "config" / "artefacts.yaml")
 CELL = ["model", "benchmark", "objective", "method", "seed"]
 OF_CORRECTION = [
     *(
@@ -106,26 +109,35 @@ def runs(tmp_path_factory):
     return folder / "runs_record.csv"
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_is_executed(notebook, runs, tmp_path, monkeypatch):
-    read, read_csv = set(), pd.read_csv
+def test_every_notebook_renders_a_table_or_figure_that_has_a_description():
+    assert {notebook_of(name, FOLDER) for name in ARTEFACTS} == {*NOTEBOOKS}
+    for name in ARTEFACTS:
+        heading, text = description(name, FOLDER)
+        assert heading and text and "#" not in heading
+    with pytest.raises(ConfigError, match=r"'other' is no table of .*comparisons.yaml, and has no notebook .*other"):
+        notebook_of("other", FOLDER)
+
+
+@pytest.mark.parametrize("name", ARTEFACTS)
+def test_a_notebook_draws_a_table_or_figure(name, runs, tmp_path, monkeypatch):
+    notebook, read, read_csv = notebook_of(name, FOLDER), set(), pd.read_csv
 
     def reading(path, **how):
         read.update({Path(path).name} if "usecols" not in how else ())  # not where only seeds are looked up
         return read_csv(path, **how)
 
     monkeypatch.setattr(pd, "read_csv", reading)
-    output = tmp_path / f"{notebook.stem}.csv"
+    output = tmp_path / f"{name}.csv"
     namespace: dict = {}
     for cell in cells_of(notebook):
         is_parameters = "parameters" in cell["metadata"].get("tags", [])
         code = f"runs, output = {str(runs)!r}, {str(output)!r}" if is_parameters else "".join(cell["source"])
         exec(compile(code, notebook.name, "exec"), namespace)
-    formats = yaml.safe_load(ARTEFACTS.read_text(encoding="utf-8"))[notebook.stem]["formats"]
+    formats = ARTEFACTS[name]["formats"]
     assert {file.suffix[1:] for file in tmp_path.iterdir()} == set(formats)
     assert "png" not in formats or output.with_suffix(".png").stat().st_size > 5000
     monkeypatch.undo()
-    made = manifest([*tmp_path.iterdir(), notebook], runs)["artefacts"][notebook.stem]
+    made = manifest([*tmp_path.iterdir(), notebook], runs)["artefacts"][name]
     assert {Path(name).name for name in made["inputs"]} == read, "it names what it was made of"
     figure = namespace.get("figure")
     assert not figure or all(axes.lines or axes.patches or axes.collections for axes in figure.axes), "an empty panel"

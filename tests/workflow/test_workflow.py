@@ -105,15 +105,15 @@ EDITS = [
     ("gripmoe.attacks.prompts:TRANSLATION", None, ["attack"]),
     ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
     ("gripmoe.reporting.names:FORGOTTEN", None, RENDERING),
-    ("gripmoe.reporting.comparison:comparisons.yaml", None, RENDERING),
+    ("gripmoe.reporting.specifications:comparisons.yaml", None, RENDERING),
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, EVALUATING),
     ("workflow/config/benchmarks.yaml:wmdp_smoke.attacks", {"mine": "json:dumps"}, ["attack"]),
     ("workflow/config/benchmarks.yaml:wmdp_smoke.metrics", {"mine": "json:dumps"}, EVALUATING),
     # What counts as forgotten: no trace.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.target", {"forget_accuracy": 0.5}, ["configure", *TRAINING_ON]),
-    # One notebook's text: that notebook. What nothing here uses: nothing.
-    ("notebooks/main_results.ipynb", None, ["render_main_results"]),
+    # One notebook's text: what it renders. What nothing here uses: nothing.
+    ("notebooks/comparison.ipynb", None, ["render_main_results", "render_attack_matrix"]),
     ("src/gripmoe/config/methods.yaml:unused", {"constraint": "none"}, []),
     ("workflow/config/models.yaml:qwen3_30b_a3b.id", "another/model", []),
     ("workflow/config/tiny.yaml:training.learning_rate", 2e-3, []),
@@ -355,8 +355,8 @@ class TestRun:
             assert not {"unlearn", "evaluate"} & set(plan)
         elif rules == RENDERING:
             assert {rule.split("_")[0] for rule in plan} == {"render", "explore", "manifest"}
-        elif rules == ["render_main_results"]:
-            assert set(plan) == {"render_main_results", "manifest"}
+        elif "render_attack_matrix" in rules:
+            assert set(plan) == {*rules, "manifest"}
 
     def test_what_another_world_has_measured_again_is_collected(self, finished):
         """It shares runs, and repeats training whose measures end alike: seconds and the history do not."""
@@ -432,7 +432,7 @@ class TestRun:
             shutil.rmtree(finished / ".git", ignore_errors=True)
         for kept in ("results", "paper_figures", ".snakemake"):
             shutil.copytree(finished / kept, fresh / kept, dirs_exist_ok=True)
-        checked_out = (fresh / "notebooks" / "main_results.ipynb").stat().st_mtime
+        checked_out = (fresh / "notebooks" / "comparison.ipynb").stat().st_mtime
         assert checked_out > (fresh / "paper_figures" / "smoke" / "main_results.html").stat().st_mtime
         assert planned(dry_run(fresh)) == {}
         edit(fresh, "gripmoe.training.objectives:GradientDifference.forget_loss")

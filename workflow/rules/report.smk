@@ -1,9 +1,9 @@
 # Tidy tables of all runs, one notebook per table and figure, and a page of all runs, attacks and questions.
 
-import json
 import os
 
 from gripmoe.reporting import RENDERING
+from gripmoe.reporting.specifications import description, notebook_of
 
 RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
 # Notebooks look for these beside RUNS: the checks of training, the answers to every item, the attacks on every item.
@@ -11,7 +11,11 @@ HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
 ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
 ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
 # Relative, as all inputs: Snakemake recognizes a file by its path, and a checkout may lie elsewhere.
-NOTEBOOKS = os.path.relpath(Path(workflow.basedir).resolve() / "notebooks")
+NOTEBOOKS = Path(os.path.relpath(Path(workflow.basedir).resolve() / "notebooks"))
+try:
+    NOTEBOOK = {name: str(notebook_of(name, NOTEBOOKS)) for name in WORLD.artefacts}
+except ConfigError as error:
+    raise WorkflowError(str(error))
 FIGURES = f"paper_figures/{PROJECT.name}"
 ARTEFACTS = [f"{FIGURES}/{name}.{suffix}" for name in WORLD.artefacts for suffix in PROJECT.artefacts[name].formats]
 EXPLORER = f"{FIGURES}/explorer.html"
@@ -51,19 +55,12 @@ rule collect:
 
 
 for artefact in WORLD.artefacts:
-    notebook = Path(NOTEBOOKS, f"{artefact}.ipynb")
-    if not notebook.exists():
-        raise WorkflowError(
-            f"artefacts: {artefact!r} has no {notebook}, which renders it: copy that of a table or figure like it, and "
-            "change what it draws"
-        )
-    first_cell = json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]["source"]
 
     rule:
         name:
             f"render_{artefact}"
         input:
-            notebook=f"{NOTEBOOKS}/{artefact}.ipynb",
+            notebook=NOTEBOOK[artefact],
             runs=RUNS,
             histories=HISTORIES,
             answers=ANSWERS,
@@ -92,7 +89,7 @@ for artefact in WORLD.artefacts:
             runtime=growing(30),
         params:
             code=code_fingerprint(*RENDERING),
-            about="".join(first_cell).partition("\n")[2].strip(),  # below the heading: its caption in the report
+            about=description(artefact, NOTEBOOKS)[1],  # its caption in the report
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 
@@ -126,7 +123,7 @@ rule manifest:
     input:
         artefacts=ARTEFACTS,
         explorer=EXPLORER,
-        notebooks=[f"{NOTEBOOKS}/{artefact}.ipynb" for artefact in WORLD.artefacts],
+        notebooks=sorted(set(NOTEBOOK.values())),
         runs=RUNS,
         tables=[HISTORIES, ANSWERS, ATTACKS],
     output:

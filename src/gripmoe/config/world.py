@@ -18,7 +18,7 @@ NO_OBJECTIVE = "none"  # the {objective} of baselines, which train nothing
 
 
 class Artefact(Strict):
-    """A table or figure: `notebooks/<name>.ipynb` renders it into these formats."""
+    """A table or figure: `notebooks/comparison.ipynb`, or a notebook of its name, renders it into these formats."""
 
     # Tables: csv, tex, html, md; figures: csv, pdf, png
     formats: list[Literal["csv", "tex", "html", "md", "pdf", "png"]] = Field(min_length=1)

@@ -4,6 +4,7 @@
 TABLES = ("runs", "histories", "answers", "attacks")  # what `gripmoe collect` writes of a world
 # The modules that make tables and figures, for their fingerprint. The workflow imports this, so it stays light.
 RENDERING = (
+    "gripmoe.reporting.specifications",
     "gripmoe.reporting.comparison",
     "gripmoe.reporting.claims",
     "gripmoe.reporting.paired",

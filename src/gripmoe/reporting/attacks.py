@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import matplotlib.pyplot as plt
 import pandas as pd
 
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
-from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of, specification
+from gripmoe.reporting.comparison import absent, added_to, comparison, marks_of
 from gripmoe.reporting.figures import (
     Marker,
     draw_line,
@@ -19,12 +21,22 @@ from gripmoe.reporting.figures import (
     panels_of,
 )
 from gripmoe.reporting.paired import RESAMPLES, paired_interval
-from gripmoe.reporting.runs import KEYS, values_of
+from gripmoe.reporting.runs import KEYS, beside, load_attacks, load_runs, values_of
+from gripmoe.reporting.specifications import specification
 from gripmoe.reporting.tables import Cell, Table, with_half_width
 from gripmoe.reporting.uncertainty import interval, units
 
 FULL_SHADE = 0.7  # about the most that an attack can return
 ON_ALL_QUESTIONS = {"forced_forget_accuracy", "prompt_five_shot", "prompt_verse"}  # other attacks ask a sample
+
+
+def table_of(path: Path, name: str) -> tuple[Table, list[Path]]:
+    """The table `name` of comparisons.yaml from the table of runs in `path`, and the files that it was made of."""
+    spec = specification(name)
+    runs = load_runs(path, spec.get("kind", "letters"))
+    if spec.get("differences"):
+        return attack_matrix(runs, load_attacks(path), name), [path, beside(path, "attacks")]
+    return comparison(runs, name), [path]
 
 
 def attack_matrix(runs: pd.DataFrame, attacks: pd.DataFrame | None = None, name: str = "attack_matrix") -> Table:

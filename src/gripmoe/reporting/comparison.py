@@ -5,20 +5,16 @@ What a table shows stands in comparisons.yaml; nothing here knows a table by nam
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from itertools import product
 from math import isnan, nan
-from pathlib import Path
-from typing import Literal
 
 import pandas as pd
 
-from gripmoe.config.reading import read_catalogue
-from gripmoe.config.types import Name, Names, Strict
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS, apart
+from gripmoe.reporting.specifications import specification
 from gripmoe.reporting.tables import MISSING, Cell, Row, Table, fixed
 from gripmoe.reporting.uncertainty import LEAST, interval, units_of_table
 
@@ -30,53 +26,6 @@ FORGET_SLACK = {"forget_accuracy": 0.05, "verbmem": 5.0, "knowmem_forget": 5.0}
 MARKING = ("reached", "diverged", "corrected_after", *names.COLLAPSED) + tuple(
     f"{measure}{part}" for measure in FORGET_SLACK for part in ("", "_target", "_half_width")
 )
-
-
-def specification(name: str) -> dict:
-    """The entry of a table in comparisons.yaml. Raises ValueError for an unknown name."""
-    tables = _specifications()
-    if name not in tables:
-        raise ValueError(f"comparisons.yaml: no table {name!r}; one of {', '.join(tables)}")
-    return tables[name]
-
-
-class ListedRow(Strict):
-    """A row of a block. It has the paper's values, if the paper prints some."""
-
-    method: Name
-    objective: Name | None = None
-    model: Name | None = None
-    label: str | None = None
-    paper: list[int | float | None] | None = None
-    line: int | str | None = None
-
-
-class Block(Strict):
-    rows: list[ListedRow]
-    name: str | None = None
-    objective: Name | None = None
-    benchmark: Name | None = None
-
-
-class Specification(Strict):
-    """An entry of comparisons.yaml, which says what the keys mean."""
-
-    title: str
-    paper: Names
-    measured: Names
-    blocks: list[Block]
-    model: Name | None = None
-    kind: Literal["letters", "news"] = "letters"
-    note: str | None = None
-    differences: bool = False
-    all_methods: bool = False
-    marks_best: bool = True
-
-
-@functools.cache
-def _specifications() -> dict[str, dict]:
-    tables = read_catalogue(Path(__file__).with_name("comparisons.yaml"), Specification)
-    return {name: table.model_dump(exclude_unset=True) for name, table in tables.items()}
 
 
 def added_to(spec: dict) -> dict[str, str]:

@@ -16,6 +16,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest, read_json
 from gripmoe.reporting import RENDERING
 from gripmoe.reporting.runs import KEYS, load_runs
+from gripmoe.reporting.specifications import COMPARISON, specifications
 
 PACKAGES = ("gripmoe", "matplotlib", "pandas", "scipy", "papermill", "snakemake")  # that make artefacts
 MEASURED = ("evaluation.json", "attack.json", "history.json", "questions.csv", "attack_questions.csv")
@@ -43,11 +44,14 @@ def manifest(files: Sequence[Path], runs: Path) -> dict:
 
 def _artefacts(files: Sequence[str], runs: str) -> dict[str, dict]:
     """By name of an artefact: its notebook, the tables that its metadata name, and its files."""
+    notebooks = {Path(file).stem: file for file in files if file.endswith(".ipynb")}
+    if COMPARISON in notebooks:
+        notebooks = dict.fromkeys(specifications(), notebooks.pop(COMPARISON)) | notebooks
     made = {}
-    for notebook in [file for file in files if file.endswith(".ipynb")]:
-        name = Path(notebook).stem
+    for name, notebook in notebooks.items():
         outputs = [file for file in files if Path(file).stem == name and file != notebook]
-        made[name] = {"notebook": notebook, "inputs": _inputs(outputs, Path(runs).parent), "files": outputs}
+        if outputs:
+            made[name] = {"notebook": notebook, "inputs": _inputs(outputs, Path(runs).parent), "files": outputs}
     return made
 
 
