@@ -34,7 +34,16 @@ from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, g
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_picture
 from gripmoe.reporting.overview import overview
 from gripmoe.reporting.paired import paired_table
-from gripmoe.reporting.runs import ID, KEYS, beside, load_answers, load_attacks, load_histories, load_runs, of_kind
+from gripmoe.reporting.runs import (
+    KEYS,
+    beside,
+    load_answers,
+    load_attacks,
+    load_histories,
+    load_runs,
+    of_kind,
+    read_items,
+)
 from gripmoe.reporting.specifications import description, specification, specifications
 from gripmoe.reporting.tables import MISSING, Table, as_markdown
 from gripmoe.reporting.uncertainty import interval, units_of_table
@@ -242,7 +251,7 @@ def provenance(paths: list[Path], output: Path) -> dict:
 
 def keep_items(paths: list[Path], name: str, output: Path) -> None:
     """Writes the tables of that name that lie beside tables of runs as one, compressed."""
-    found = [pd.read_csv(file, dtype=ID) for path in paths if (file := beside(path, name)).exists()]
+    found = [read_items(file) for path in paths if (file := beside(path, name)).exists()]
     if found:
         table = joined(found)
         with atomic_path(output / f"{name}.csv.xz") as temporary:

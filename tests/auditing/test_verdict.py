@@ -251,6 +251,8 @@ def test_the_share_of_a_letter_that_chance_explains_is_no_guess():
     assert guessing([0] * 70 + [1, 2, 3] * 57) == FOUR_WAY, "0.29 of 241"
     assert guessing([0] * 10 + [1, 2, 3] * 4) == FOUR_WAY, "0.45 of 22"
     assert guessing([0] * 90 + [1, 2, 3] * 50) == 0.375
+    drawn = np.random.default_rng(0).integers(0, 4, (2000, 120))
+    assert sum(guessing(answers) != FOUR_WAY for answers in drawn.tolist()) / 2000 <= 0.01, "as the test promises"
 
 
 def test_intervals_of_few_facts_hold_what_they_promise():

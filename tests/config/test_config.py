@@ -262,7 +262,10 @@ MISTAKES = [
     ("methods.yaml", lambda c: c.update(odd=ROWS["anchored"] | {"routing_stability": 1.0}), "methods.yaml: odd.routing_stability: Input should be less than 1"),
     ("tiny.yaml", lambda c: c["relearning"].update(steps=[]), "relearning.steps: List should have at least 1 item"),
     ("tiny.yaml", lambda c: c["training"].pop("betas"), "training.betas: this key is required"),
-    ("tiny.yaml", lambda c: c.update(objectives=["gdd"]), "tiny.yaml: objectives: unknown name 'gdd'; did you mean 'gd'? known: gd, kl, npo, rmu"),
+    ("tiny.yaml", lambda c: c.update(objectives=["gdd"]), "tiny.yaml: objectives: unknown name 'gdd'; did you mean 'gd'?"),
+    ("tiny.yaml", lambda c: c.update(objectives=["mine"]), "tiny.yaml: objectives: unknown name 'mine'; known: gd, kl, npo, rmu"),
+    ("tiny.yaml", lambda c: c["training"].update(learning_rate=float("inf")), "training.learning_rate: Input should be a finite number (got inf)"),
+    ("methods.yaml", lambda c: c.update(odd=ROWS["ptc"] | {"corrects": "unconstraned"}), "methods.yaml: odd.corrects: unknown name 'unconstraned'; did you mean 'unconstrained'?"),
     ("tiny.yaml", lambda c: c.update(seeds=[-1]), "seeds.0: Input should be greater than or equal to 0 (got -1)"),
     ("tiny.yaml", lambda c: c["methods"].remove("unconstrained"), "corrects 'unconstrained'; list that method too"),
     ("tiny.yaml", lambda c: c["training"].update(check_every=7), "`checkpoint_every` must be a multiple of `check_every`"),
@@ -463,6 +466,7 @@ def test_a_folder_adds_objectives_whose_files_belong_to_their_runs(own):
 
 
 WRONG_OBJECTIVES = [
+    ("objectives.yaml", lambda c: c.update(none=c["mine"]), "objectives.yaml: none: this name stands for no objective"),
     ("objectives.yaml", lambda c: c.update(gd=c["mine"]), "objectives.yaml: gd: gripmoe has an objective of this name"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "my_loses:Mine"}), "mine.class: no module 'my_loses' in the"),
     ("objectives.yaml", lambda c: c["mine"].update({"class": "a.b:Mine"}), "mine.class: no module 'a.b' in the folders of"),

@@ -101,6 +101,16 @@ def test_kaczmarz_reduces_violation_and_respects_its_trigger():
     assert untouched is start
 
 
+def test_zero_tokens_move_no_router_row():
+    """As of states that have overflown: no draw can mend the violated bound of a zero token."""
+    x = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    bounds = torch.tensor([[-0.1, -0.1], [torch.inf, 0.5]])
+    update = torch.ones(2, 2)
+    moved = randomized_kaczmarz(update, x, bounds, generator=torch.Generator().manual_seed(0))
+    assert moved[0].tolist() == [1.0, 1.0], "the row of a single bound, that of the zero token"
+    assert moved[1].tolist() == [0.5, 1.0], "the row with another violated bound"
+
+
 def test_paper_form_leaves_violations_and_breaks_equalities():
     """What 100 draws along raw x_i cost, on the instance that the sound form solves exactly."""
     x, basis, bounds, update = instance(N=400, scale=2.0)

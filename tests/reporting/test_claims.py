@@ -16,6 +16,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import write_yaml
 from gripmoe.reporting import claims, names
 from gripmoe.reporting.claims import (
+    PAIRED_BY,
     VERDICTS,
     Claim,
     claims_table,
@@ -182,6 +183,31 @@ def test_how_many_runs_would_decide_a_claim():
     assert told["routing_collapses"].startswith(("about", "> 100")) and told["b_above_a"] == (
         "runs of ptc_paper and expert_specific_paper"
     )
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.005, 0.015, 0.06])
+def test_how_many_runs_would_decide_that_two_are_equal(mean):
+    """An interval inside both limits has to clear both; one beyond a limit, that limit alone."""
+    equal, sample = stated(relation="~", margin=0.03), np.array([-1.0, 0.0, 1.0] * 2)
+    needed = units_to_decide(pd.Series(0.05 * sample / sample.std(ddof=1) + mean), equal)
+    drawn = np.random.default_rng(0).normal(mean, 0.05, (4000, needed))
+    half = stats.t.ppf(0.975, needed - 1) * stats.sem(drawn, axis=1)
+    low, high = drawn.mean(axis=1) - half, drawn.mean(axis=1) + half
+    decided = ((low > -0.03) & (high < 0.03)) | (low > 0.03) | (high < -0.03)
+    assert 0.78 < decided.mean() < 0.86, "with the probability that is told"
+
+
+def test_a_base_model_that_is_left_out_leaves_no_runs_as_units():
+    """Of two base models, one lacks objectives and contradicts the other."""
+    objectives = ("gd", "kl", "npo", "rmu")
+    rows = [("tiny_a", objective, seed, 0.15 + 0.001 * seed) for objective in objectives for seed in (0, 1)]
+    rows += [("tiny_b", "gd", seed, -0.1) for seed in (0, 1)]
+    index = pd.MultiIndex.from_tuples([(model, "wmdp_tiny", *row) for model, *row, _ in rows], names=PAIRED_BY)
+    pairs = pd.Series([value for *_, value in rows], index)
+    found = judge(pairs, ABOVE)
+    assert (found.verdict, found.unit, len(found.values)) == ("undecided", "base model", 1)
+    alone = judge(pairs[pairs.index.get_level_values("model") == "tiny_a"], ABOVE)
+    assert (alone.verdict, alone.unit) == ("holds", "run"), "the control: no other base model was measured"
 
 
 def test_the_table_counts_what_it_shows():

@@ -221,6 +221,16 @@ def test_an_id_that_is_a_number_stays_as_it_is_written(tmp_path):
     assert [table.id.tolist() for table in tables] == [["007"], ["007"]]
 
 
+def test_items_and_facts_may_be_called_as_a_missing_value_is(tmp_path):
+    for name in ("answers", "attacks"):
+        (tmp_path / f"{name}_w.csv").write_text(
+            "benchmark,id,fact,metric,score\nb,null,NA,forget_accuracy,1\nb,nan,FR,x,\n"
+        )
+    for table in (load_answers(tmp_path / "runs_w.csv", kind=None), load_attacks(tmp_path / "runs_w.csv")):
+        assert table.id.tolist() == ["null", "nan"] and table.fact.tolist() == ["NA", "FR"]
+        assert table.score.isna().tolist() == [False, True], "a score may be missing"
+
+
 def test_the_area_under_retain_over_forget_accuracy_by_hand():
     def area(*checks):
         history = [{"forget_accuracy": forget, "retain_accuracy": retain} for forget, retain in checks]

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from invented_runs import COMPARISONS, news, row, synthetic
 
+from gripmoe.io.errors import ConfigError
 from gripmoe.reporting import names
 from gripmoe.reporting.comparison import comparison
 from gripmoe.reporting.runs import COLUMNS, of_kind
@@ -33,6 +34,27 @@ def test_what_follows_a_mean_is_told_by_the_number_of_base_models():
     assert " ± half the range, " in told["a"]
     assert " ± half the range of two base models, " in told["ab"]
     assert " ± 95 % t-interval over base models" in told["abc"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        (
+            {"measured": ["restored_routr_all"]},
+            "metric: unknown name 'restored_routr_all'; did you mean 'restored_rout",
+        ),
+        ({"blocks": [{"objective": "gd", "rows": [{"method": "unconstraned"}]}]}, "method: unknown name 'unconstr"),
+        ({"blocks": [{"objective": "gdd", "rows": [{"method": "ptc"}]}]}, "objective: unknown name 'gdd'"),
+    ],
+)
+def test_a_name_of_a_table_that_nobody_knows_is_told(changed, told, monkeypatch):
+    spec = specification("erasure") | changed
+    monkeypatch.setattr("gripmoe.reporting.comparison.specification", lambda name: spec)
+    with pytest.raises(ConfigError, match=f"comparisons.yaml: erasure: {told}"):
+        comparison(synthetic(), "erasure")
+    mine = synthetic().replace({"unconstrained": "unconstraned", "gd": "gdd", "rmu": "gdd"})
+    mine = pd.concat([mine, mine.assign(metric="restored_routr_all")])
+    comparison(mine.replace({"frozen_router": "ptc"}), "erasure")  # what was measured may have any name
 
 
 def test_settings_that_differ_are_all_shown():

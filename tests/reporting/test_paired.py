@@ -21,6 +21,36 @@ def test_runs_are_the_outer_level():
     assert -0.2 < low < high < 0.2, "the control: the same answers, spread over questions"
 
 
+def covered(facts, together):
+    """In how many of 200 samples the interval of three runs of one base model contains the true mean, 0. All runs ask
+    about the same facts, or the control: each about facts of its own."""
+    random, hits = np.random.default_rng(0), 0
+    for _ in range(200):
+        of_facts, runs = random.normal(0, 0.3, (3, facts)), []
+        for run in range(3):
+            asked = 0 if together else run
+            names = [f"{asked} {number}" for number in range(facts)]
+            runs.append(pd.Series(of_facts[asked] + random.normal(0, 0.05, facts), names))
+        _, low, high = paired_interval(runs)
+        hits += low <= 0 <= high
+    return hits / 200
+
+
+@pytest.mark.parametrize("facts", [8, 60])
+def test_runs_that_ask_about_the_same_facts_share_their_error(facts):
+    """If each run drew facts of its own, 0.8 of the intervals would contain the mean."""
+    assert covered(facts, together=True) >= 0.9
+    assert covered(facts, together=False) >= 0.9
+
+
+def test_two_base_models_have_the_same_weight():
+    up, down = series([1] * 60), series([0] * 60)
+    mean, low, high = paired_interval([up, down, down, down], ["a", "b", "b", "b"])
+    assert mean == 0.5 and low < 0.2 and high > 0.8
+    mean, _, _ = paired_interval([up, down, down, down])
+    assert mean == 0.25, "the control: runs of one base model"
+
+
 def test_from_three_base_models_on_they_are_the_units():
     """Seeds of one base model are no further evidence."""
     shares = {"a": 0.2, "b": 0.3, "c": 0.4}

@@ -187,6 +187,12 @@ def test_mistakes_end_before_any_job(tmp_path):
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.parametrize("budget", ["abc", "-3"])
+def test_a_budget_that_is_no_number_of_hours_is_refused_before_anything_else(budget, tmp_path):
+    refused = snakemake("-n", "--config", f"world={SMOKE}", f"budget={budget}", directory=tmp_path, check=False)
+    assert f"--config budget={budget}: give a number of hours above 0" in refused
+
+
 def test_tables_of_the_runs_that_have_ended(tmp_path):
     """One has, another is evaluated, of the others nothing is there. All are waited for unless the user says so."""
     run = tmp_path / "results" / "smoke" / "smoke" / "wmdp_smoke" / "gd" / "unconstrained" / "0"

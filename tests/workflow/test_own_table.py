@@ -29,3 +29,5 @@ def test_a_table_of_ones_own_is_planned(tmp_path):
     assert "render_main_results" not in said
     write_yaml(config / "own.yaml", {"extends": "tiny", "artefacts": ["neither"]})
     assert "artefacts: 'neither' is no table of" in plan(check=False)
+    (root / "notebooks" / "neither.ipynb").write_text("{}")
+    assert "neither.ipynb: no notebook whose first cell is text (KeyError('cells'))" in plan(check=False)

@@ -52,13 +52,13 @@ def refuse_above_budget():
     """`--config budget=HOURS`: no job is submitted if the jobs of this call take more."""
     steps = [(job.rule.name, tuple(job.wildcards)) for job in workflow.dag.needrun_jobs()]
     try:
-        check_budget(jobs_of(PROJECT, PROJECT.results, steps), float(config["budget"]))
+        check_budget(jobs_of(PROJECT, PROJECT.results, steps), BUDGET)
     except ValueError as error:
         raise WorkflowError(f"--config budget: {error}")
 
 
 onstart:
-    if "budget" in config:
+    if BUDGET is not None:
         refuse_above_budget()
     if left := orphans():
         raise WorkflowError(

@@ -3,6 +3,7 @@
 
 import gc
 import json
+import os
 import re
 from pathlib import Path
 
@@ -20,11 +21,22 @@ gc.set_threshold(500_000, 20, 100)
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
 
+# Jobs find code of one's own beside the Snakefile, as Snakemake itself does.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [os.environ.get("PYTHONPATH"), str(Path(workflow.basedir).resolve())])
+)
+
 unknown_keys = sorted(set(config) - {"world", "budget", "partial"})
 if unknown_keys:
     raise WorkflowError(f"--config: unknown key {unknown_keys[0]!r}; valid keys: world, budget, partial")
 if str(config.get("partial", 0)) not in ("0", "1", "False", "True"):
     raise WorkflowError(f"--config partial={config['partial']}: give 1, or leave it out")
+try:
+    BUDGET = float(config["budget"]) if "budget" in config else None
+    if BUDGET is not None and not 0 < BUDGET < float("inf"):
+        raise ValueError
+except (TypeError, ValueError):
+    raise WorkflowError(f"--config budget={config['budget']}: give a number of hours above 0")
 if config and "world" not in config:  # `--config` replaces the whole `config` of a profile
     raise WorkflowError(
         f"--config {' '.join(config)}: name the world too, as `--config world=paper {[*config][0]}=...`"

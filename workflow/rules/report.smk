@@ -14,6 +14,7 @@ ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
 NOTEBOOKS = Path(os.path.relpath(Path(workflow.basedir).resolve() / "notebooks"))
 try:
     NOTEBOOK = {name: str(notebook_of(name, NOTEBOOKS)) for name in WORLD.artefacts}
+    ABOUT = {name: description(name, NOTEBOOKS)[1] for name in WORLD.artefacts}
 except ConfigError as error:
     raise WorkflowError(str(error))
 FIGURES = f"paper_figures/{PROJECT.name}"
@@ -89,7 +90,7 @@ for artefact in WORLD.artefacts:
             runtime=growing(30),
         params:
             code=code_fingerprint(*RENDERING),
-            about=description(artefact, NOTEBOOKS)[1],  # its caption in the report
+            about=ABOUT[artefact],  # its caption in the report
         shell:
             "papermill {input.notebook} {output.notebook} -p runs {input.runs} -p output {output.files[0]} > {log} 2>&1"
 

@@ -1,6 +1,7 @@
 """Adversarial expert forcing (App. E, Alg. 2): the unlearned model with the expert sets of the original router.
 
 The original model runs in lock-step on the same tokens, and gives the expert sets of every token of every prompt.
+`gripmoe.moe.forcing` makes a model use them.
 """
 
 from __future__ import annotations

@@ -163,10 +163,10 @@ def _tests(metric: str, scores: Scores, metrics: Mapping[str, float]) -> int:
 
 def guessing(answers: Sequence[int]) -> float:
     """The accuracy of a model that guesses: 0.25, or the share of the most frequent right letter where chance does not
-    explain this share (one-sided binomial test at 1 %). `answers` has the number of the right letter of each question.
-    A model that unlearning destroyed often gives one letter always."""
+    explain this share (one-sided binomial test at 1 %, Bonferroni-corrected for four letters). `answers` has the number
+    of the right letter of each question. A model that unlearning destroyed often gives one letter always."""
     ((_, count),) = Counter(answers).most_common(1)
-    p = bdtrc(count - 1, len(answers), FOUR_WAY)
+    p = bdtrc(count - 1, len(answers), FOUR_WAY) / FOUR_WAY
     return count / len(answers) if p < 0.01 else FOUR_WAY
 
 

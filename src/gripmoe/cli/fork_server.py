@@ -161,6 +161,8 @@ def _run(arguments: list[str], folder: str, environment: dict[str, str]) -> int:
     if threads := environment.get("OMP_NUM_THREADS"):  # torch read it before
         with suppress(ValueError):  # OpenMP allows a list, for nested levels
             sys.modules["torch"].set_num_threads(int(threads.partition(",")[0]))
+    given = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
+    sys.path[1:1] = given  # this process may have started with another PYTHONPATH
     sys.argv = ["gripmoe", *arguments]
     from gripmoe.cli.main import main
 

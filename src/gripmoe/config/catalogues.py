@@ -11,9 +11,9 @@ from typing import Literal
 from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.methods import TABLE, Method, method_table
 from gripmoe.config.models import ModelConfig
-from gripmoe.config.reading import read_catalogue
+from gripmoe.config.reading import read_catalogue, require_known
 from gripmoe.config.training import OBJECTIVES, OwnObjective
-from gripmoe.config.world import Artefact, OwnClass
+from gripmoe.config.world import NO_OBJECTIVE, Artefact, OwnClass
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import file_digest
 
@@ -31,7 +31,12 @@ class Catalogues:
         self.artefacts = read_catalogue(folder / "artefacts.yaml", Artefact)
         added = read_catalogue(self.methods_file, Method) if self.methods_file.exists() else {}
         self.methods = joined(method_table(), added, f"{TABLE} has a method", self.methods_file)
+        for name, method in added.items():
+            if method.corrects:
+                require_known(method.corrects, self.methods, f"{self.methods_file}: {name}.corrects")
         rows = read_catalogue(own, OwnObjective) if own.exists() else {}
+        if NO_OBJECTIVE in rows:
+            raise ConfigError(f"{own}: {NO_OBJECTIVE}: this name stands for no objective; give yours another")
         self.own_objectives = {
             name: OwnClass(path=row.path, sha256=_module_digest(row.path, f"{own}: {name}.class"))
             for name, row in rows.items()

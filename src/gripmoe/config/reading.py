@@ -100,9 +100,9 @@ def _require_each_key_once(node: yaml.Node | None, path: Path) -> None:
 
 
 def require_known(name: str, known: Collection[str], where: str) -> None:
-    """Raises ConfigError that names what is known, if `name` is not."""
+    """Raises ConfigError that names the most similar of the `known` names, or all of them, if `name` is not known."""
     if name not in known:
         close = difflib.get_close_matches(name, list(known), n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
         listed = list(known) if len(known) <= SHOWN else [*list(known)[:SHOWN], "..."]
-        raise ConfigError(f"{where}: unknown name {name!r}; {hint}known: {', '.join(listed)}")
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(listed)}"
+        raise ConfigError(f"{where}: unknown name {name!r}; {hint}")

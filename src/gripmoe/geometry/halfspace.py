@@ -246,10 +246,10 @@ def randomized_kaczmarz(
     triggered_E = violation(update_Ed, x_Nd, bounds_NE) > tolerance
     if not triggered_E.any():
         return update_Ed
-    rows = triggered_E.nonzero()[:, 0]
-    u_Md, bounds_NM = update_Ed[rows].clone(), bounds_NE[:, rows]
     squared_norms_N = x_Nd.square().sum(dim=-1)
-    weights_MN = torch.where(bounds_NM.isfinite(), squared_norms_N[:, None], 0).T
+    weights_EN = torch.where(bounds_NE.isfinite(), squared_norms_N[:, None], 0).T
+    rows = (triggered_E & weights_EN.any(dim=1)).nonzero()[:, 0]  # zero tokens, as of overflown states, move nothing
+    u_Md, bounds_NM, weights_MN = update_Ed[rows].clone(), bounds_NE[:, rows], weights_EN[rows]
     draws_MK = torch.multinomial(weights_MN, max_steps, replacement=True, generator=generator)
     x_KMd, bounds_KM = x_Nd[draws_MK.T], bounds_NM.gather(0, draws_MK.T)
     steps_KMd = x_KMd / squared_norms_N[draws_MK.T][..., None]

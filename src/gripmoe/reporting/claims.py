@@ -19,7 +19,7 @@ from gripmoe.reporting.collect import SHARED
 from gripmoe.reporting.comparison import collapsed, unforgotten
 from gripmoe.reporting.runs import KEYS, apart, of_kind
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed, signed
-from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, p_above, student, t_quantile, units
+from gripmoe.reporting.uncertainty import LEAST, complete_cells, holm, misses, p_above, student, units
 
 PAIRED_BY = ["model", "benchmark", "objective", "seed"]
 RETAINED = (*SHARED, "retain_accuracy_five_shot", "tradeoff_area")
@@ -120,7 +120,7 @@ def _parts(pairs: pd.Series, claim: Claim, by_fact_set: bool = False) -> list[Pa
     parts = []
     for name, group in groups:
         runs = complete_cells(group.set_index(PAIRED_BY).value)
-        values = units(runs)
+        values = units(group.set_index(PAIRED_BY).value)
         if by_fact_set and "objective" not in values.index.names:
             fact_sets = group.drop_duplicates("model").set_index("model").benchmark
             values = values.groupby(fact_sets).mean()
@@ -193,9 +193,11 @@ def units_to_decide(values: pd.Series, claim: Claim, alpha: float = ALPHA) -> in
     are as they were measured. None for one value, or above MOST_UNITS."""
     mean, deviation, margin = values.mean(), values.std(), claim.margin
     limits = {"~": (-margin, margin), ">": (margin,), "<": (-margin,)}[claim.relation]
-    gap = min(abs(mean - limit) for limit in limits)
+    gaps = sorted(abs(mean - limit) for limit in limits)
+    if abs(mean) > margin:
+        gaps = gaps[:1]  # beyond both limits, an interval has to clear the nearer one alone
     for n in range(len(values) + 1, MOST_UNITS + 1):
-        if (t_quantile(1 - alpha / 2, n - 1) + t_quantile(POWER, n - 1)) * deviation < gap * n**0.5:
+        if sum(misses(gap, deviation, n, alpha) for gap in gaps) <= 1 - POWER:
             return n
     return None  # also for one value, whose deviation is NaN
 

@@ -11,6 +11,7 @@ from math import isnan, nan
 
 import pandas as pd
 
+from gripmoe.config.reading import require_known
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.runs import KEYS, apart
@@ -67,10 +68,12 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
 
     The best value of a block is marked among runs that reached the forget target, in the rows that cover the same runs
     as the row with most; the labels say how many runs where rows differ in them. The label of a run that missed its
-    target, or diverged, has a mark. Rows that are neither measured nor in the paper are left out.
+    target, or diverged, has a mark. Rows that are neither measured nor in the paper are left out. Raises ConfigError
+    for a metric, method or objective that the package does not name and that no run has.
     """
     runs = runs.assign(run=runs.groupby(KEYS, sort=False).ngroup())  # one number, which is counted faster than KEYS
     spec = specification(name)
+    _require_names(spec, name, runs)
     metrics, published, news = spec["measured"], spec["paper"], spec.get("kind") == "news"
     table = Table(list(headings(spec).values()), [names.metric(m).heading for m in published])
     groups = _groups(runs, spec)
@@ -104,6 +107,19 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
     table.notes = _notes(runs, spec, table, counts)
     table.legend = _legend(spec, table, shown, counts)
     return table
+
+
+def _require_names(spec: dict, table: str, runs: pd.DataFrame) -> None:
+    listed = [(block, row) for block in spec["blocks"] for row in block["rows"]]
+    methods = [row["method"] for _, row in listed if not names.is_swept(row["method"])]
+    objectives = {entry["objective"] for pair in listed for entry in pair if "objective" in entry} - {NO_OBJECTIVE}
+    for column, named, known in (
+        ("metric", spec["measured"], names.METRICS),
+        ("method", methods, names.METHODS),
+        ("objective", objectives, names.OBJECTIVES),
+    ):
+        for value in [value for value in named if value not in known]:
+            require_known(value, [*known, *runs[column].unique()], f"comparisons.yaml: {table}: {column}")
 
 
 def _groups(runs: pd.DataFrame, spec: dict) -> list[tuple[str, pd.DataFrame]]:

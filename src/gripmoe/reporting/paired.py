@@ -26,31 +26,36 @@ def paired_interval(
     differences: list[pd.Series], models: Sequence[str] = (), level: float = 0.95
 ) -> tuple[float, float, float]:
     """Mean difference and its interval. A run's series has left minus right per item, indexed by the fact that the item
-    asks about. `models` names the base model of each run. With three or more base models, the interval is Student's
-    over their means. With fewer, it is a bootstrap that draws runs, and facts within each run, with replacement. For a
-    single run it is Student's over the run's facts if these are fewer than MANY_FACTS, or at a level so strict that
-    fewer than LEAST_TAIL resamples lie beyond each end. The interval of one fact has no width. Raises ValueError for
-    one fact at so strict a level."""
-    observed = np.array([difference.mean() for difference in differences])
-    if len(set(models)) >= LEAST:
-        of_models = pd.Series(observed).groupby(list(models)).mean()
-        mean, half = float(of_models.mean()), student(of_models, level)
+    asks about. `models` names the base model of each run, and each base model has the same weight. With three or more
+    base models, the interval is Student's over their means. With fewer, it is a bootstrap that draws runs and facts
+    with replacement. Each resample has the same facts in all runs, because the runs ask about the same facts. With
+    fewer than MANY_FACTS facts the interval is at least as wide as Student's over facts. For a single run it is that
+    interval, and also at a level so strict that fewer than LEAST_TAIL resamples lie beyond each end. The interval of
+    one fact has no width. Raises ValueError for one fact at so strict a level."""
+    of_runs = pd.Series([difference.mean() for difference in differences], list(models) or [""] * len(differences))
+    of_models = of_runs.groupby(level=0).mean()
+    mean = float(of_models.mean())
+    if len(of_models) >= LEAST:
+        half = student(of_models, level)
         return mean, mean - half, mean + half
-    few = 1 < differences[0].index.nunique() < MANY_FACTS
+    of_items = pd.concat(differences)
+    few = 1 < of_items.index.nunique() < MANY_FACTS
     if len(differences) == 1 and (few or RESAMPLES * (1 - level) / 2 < LEAST_TAIL):
-        half = _over_facts(differences[0], level)
-        return float(observed[0]), float(observed[0]) - half, float(observed[0]) + half
+        half = _over_facts(of_items, level)
+        return mean, mean - half, mean + half
+    facts = [difference.groupby(level=0) for difference in differences]
+    sums_FR = pd.concat([of_run.sum() for of_run in facts], axis=1).fillna(0).to_numpy()
+    counts_FR = pd.concat([of_run.count() for of_run in facts], axis=1).fillna(0).to_numpy()
     generator = np.random.default_rng(0)
-    means = np.empty((len(differences), RESAMPLES))
-    for row, difference in enumerate(differences):
-        facts = difference.groupby(level=0)
-        sums, counts = facts.sum().to_numpy(), facts.count().to_numpy()
-        drawn = generator.multinomial(len(sums), np.full(len(sums), 1 / len(sums)), RESAMPLES)
-        means[row] = (drawn @ sums) / (drawn @ counts)
-    chosen = generator.integers(len(differences), size=(len(differences), RESAMPLES))
-    resampled = np.take_along_axis(means, chosen, axis=0).mean(axis=0)
-    low, high = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
-    return float(observed.mean()), float(low), float(high)
+    drawn_SF = generator.multinomial(len(sums_FR), np.full(len(sums_FR), 1 / len(sums_FR)), RESAMPLES)
+    asked_SR = drawn_SF @ counts_FR
+    means_SR = np.where(asked_SR > 0, drawn_SF @ sums_FR / asked_SR.clip(1), of_runs.to_numpy())
+    shares_R = 1 / len(of_models) / of_runs.groupby(level=0).transform("size").to_numpy()
+    chosen_SR = generator.choice(len(of_runs), means_SR.shape, p=shares_R)
+    resampled_S = np.take_along_axis(means_SR, chosen_SR, axis=1).mean(axis=1)
+    low, high = np.quantile(resampled_S, [(1 - level) / 2, (1 + level) / 2])
+    half = _over_facts(of_items, level) if few else 0.0
+    return mean, min(float(low), mean - half), max(float(high), mean + half)
 
 
 def _over_facts(difference: pd.Series, level: float) -> float:
@@ -114,8 +119,8 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
     table.notes = [
         f"Differences to {names.method_label(AGAINST).lower()} on the same test {items}; ± half of a 95 % interval:"
         f" Student's over base models from three on, below a bootstrap of {RESAMPLES} resamples of runs and of {facts}"
-        f" within runs (of one run with fewer than {MANY_FACTS} {facts}, Student's). The interval of"
-        " a single run tells two models apart, not two methods.",
+        f" (with fewer than {MANY_FACTS} {facts}, at least Student's over them). The interval of a single run tells two"
+        " models apart, not two methods.",
         "letter: share of the letter given most on forget questions; shuffled: FA with choices reordered."
         if letters
         else f"{'; '.join(explained)}.",

@@ -16,7 +16,7 @@ COLUMNS = [*KEYS, "metric", "value"]
 HISTORY_COLUMNS = [*KEYS, "step", "metric", "value"]
 # Names as plain objects: the strings that pandas would choose take a third more time in small tables.
 DTYPES = dict.fromkeys(["model", "benchmark", "objective", "method", "metric"], object) | {"value": float}
-ID = {"id": str}  # of an item: a name, also where it is written as a number
+NAMES_OF_ITEMS = {*KEYS, "id", "fact", "metric"} - {"seed"}  # columns of text, also where it is a number or "NA"
 
 
 def by_run(runs: pd.DataFrame) -> pd.DataFrame:
@@ -71,6 +71,13 @@ def _read(path: Path, **options) -> pd.DataFrame:
         raise ConfigError(f"{path}: no table of runs can be read ({error}); collect the runs again") from error
 
 
+def read_items(path: Path) -> pd.DataFrame:
+    """A table with a row per run and item."""
+    columns = set(_read(path, nrows=0).columns)
+    missing = dict.fromkeys(columns - NAMES_OF_ITEMS, ["", "nan"])
+    return _read(path, dtype=dict.fromkeys(columns & NAMES_OF_ITEMS, object), keep_default_na=False, na_values=missing)
+
+
 def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
     """The table of checks that belongs to the table of `runs`, of one kind of benchmark."""
     return of_kind(_read(beside(runs, "histories"), dtype=DTYPES), kind)
@@ -79,13 +86,13 @@ def load_histories(runs: Path, kind: str = "letters") -> pd.DataFrame:
 def load_answers(runs: Path, kind: str | None = "letters") -> pd.DataFrame:
     """The table of answers that belongs to the table of `runs`, of one kind of benchmark or (None) of all: a row per
     run and item."""
-    answers = _read(beside(runs, "answers"), dtype=ID)
+    answers = read_items(beside(runs, "answers"))
     return of_kind(answers, kind) if kind else answers
 
 
 def load_attacks(runs: Path) -> pd.DataFrame:
     """The table of attacked items that belongs to the table of `runs`: a row per run and item, a column per attack."""
-    return _read(beside(runs, "attacks"), dtype=ID)
+    return read_items(beside(runs, "attacks"))
 
 
 def load_runs(path: Path, kind: str | None = "letters") -> pd.DataFrame:

@@ -88,10 +88,13 @@ def notebook_of(name: str, folder: Path) -> Path:
 
 def description(name: str, folder: Path) -> tuple[str, str]:
     """The heading of a table or figure and the text below it, in Markdown: those of its entry in comparisons.yaml, or
-    of the first cell of its notebook in `folder`. Raises ConfigError if there is neither."""
+    of the first cell of its notebook in `folder`. Raises ConfigError if there is neither, or no such cell."""
     notebook = notebook_of(name, folder)
     if notebook.stem != name:
         return specification(name)["heading"], about(name)
-    cell = "".join(json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]["source"])
+    try:
+        cell = "".join(json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]["source"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise ConfigError(f"{notebook}: no notebook whose first cell is text ({error!r}); copy one again") from error
     heading, _, text = cell.removeprefix("# ").partition("\n")
     return heading, text.strip()

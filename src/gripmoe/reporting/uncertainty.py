@@ -98,6 +98,13 @@ def one_sided_p(values: pd.Series, limit: float) -> float:
     return float(stdtr(len(values) - 1, (limit - values.mean()) / error))
 
 
+def misses(gap: float, deviation: float, n: int, alpha: float) -> float:
+    """The probability that Student's interval of n values, at level 1 - alpha, contains a limit that is `gap` from the
+    mean."""
+    distance = gap * n**0.5 / np.maximum(deviation, 1e-12) - t_quantile(1 - alpha / 2, n - 1)
+    return float(stdtr(n - 1, -distance))
+
+
 def holm(p_values: pd.Series, alpha: float = 0.05) -> pd.Series:
     """By hypothesis, the level to compare its p with, so that the probability of any false verdict in the family is at
     most `alpha` (Holm 1979). After the first p above its level, the level stays."""
