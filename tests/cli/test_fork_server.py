@@ -1,11 +1,13 @@
 """Commands that start as copies of a process with its imports."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -56,6 +58,21 @@ def test_a_command_that_cannot_start_fails_and_leaves_the_server(tmp_path):
     result = run(*SERVER, "sh", "-c", both, "sh", folder, tmp_path, sys.executable, asked)
     assert result.stdout.splitlines()[0] == "1" and "FileNotFoundError" in result.stderr
     assert result.stdout.splitlines()[-1] == "0", "the next command runs on the same server"
+
+
+def test_a_command_finds_code_of_ones_own_where_its_environment_says(tmp_path):
+    """The server has started without that folder."""
+    config, own = tmp_path / "workflow" / "config", tmp_path / "own"
+    shutil.copytree(Path(__file__).parents[2] / "workflow" / "config", config)
+    own.mkdir()
+    (own / "my_losses.py").write_text("class Mine:\n    pass\n")
+    (config / "objectives.yaml").write_text('mine: {class: "my_losses:Mine", settings: [alpha]}\n')
+    world = "objectives: [mine]\nobjective_training: {mine: {objective: {alpha: 1.0}}}\noverrides: {}\n"
+    (config / "mine.yaml").write_text(f"extends: tiny\nmethods: [original, unconstrained]\n{world}")
+    status = f"{' '.join(GRIPMOE)} status --world mine"
+    found = run(*SERVER, "sh", "-c", f"{status}; PYTHONPATH=own:$PYTHONPATH {status}", cwd=tmp_path)
+    assert "no module 'my_losses'" in found.stderr, "the control: without it"
+    assert found.returncode == 0 and "unconstrained" in found.stdout
 
 
 @pytest.mark.parametrize("threads", ["1", "1,1", "many"])

@@ -3,13 +3,13 @@
 
 import gc
 import json
-import os
 import re
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
 from gripmoe.io.errors import ConfigError
+from gripmoe.io.imports import let_jobs_import_from
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.catalogues import own_code
 from gripmoe.config.methods import Method
@@ -21,10 +21,7 @@ gc.set_threshold(500_000, 20, 100)
 
 CONFIG = Path(workflow.basedir) / "workflow" / "config"
 
-# Jobs find code of one's own beside the Snakefile, as Snakemake itself does.
-os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [os.environ.get("PYTHONPATH"), str(Path(workflow.basedir).resolve())])
-)
+let_jobs_import_from(Path(workflow.basedir).resolve())  # code of one's own, which Snakemake finds there too
 
 unknown_keys = sorted(set(config) - {"world", "budget", "partial"})
 if unknown_keys:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 from gripmoe.io.errors import ConfigError
@@ -28,6 +30,12 @@ def require_extras(*extras: str) -> None:
     for module in sorted(set().union(*(EXTRAS[extra] for extra in extras))):
         if importlib.util.find_spec(module) is None:
             raise ModuleNotFoundError(missing_module_message(module), name=module)
+
+
+def let_jobs_import_from(folder: Path) -> None:
+    """Adds a folder to the PYTHONPATH of the processes that this one starts, behind what is there."""
+    folders = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*folders, str(folder)]))
 
 
 def imported(path: str, where: str) -> Any:
