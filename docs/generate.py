@@ -247,9 +247,11 @@ def execute_notebooks(output: Path) -> None:
         for name in _of_record():
             saved = files / f"{name}.{_artefacts()[name]['formats'][0]}"
             given = {"runs": "record/runs.csv", "output": str(Path("..") / saved.relative_to(ROOT))}
-            notebook = load_notebook_node(str(notebook_of(name, NOTEBOOKS)))
+            file = notebook_of(name, NOTEBOOKS)
+            notebook = load_notebook_node(str(file))
             client.nb = notebook = parameterize_notebook(notebook, given)
-            notebook.cells[0].source = "# {}\n\n{}".format(*description(name, NOTEBOOKS))
+            if file.stem != name:  # that of many tables, which gives their text in its next cell
+                notebook.cells[0].source = f"# {description(name, NOTEBOOKS)[0]}"
             for number, cell in enumerate(notebook.cells):
                 client.execute_cell(cell, number, execution_count=number)
             nbformat.write(notebook, output / f"{name}.ipynb")

@@ -105,7 +105,7 @@ EDITS = [
     ("gripmoe.attacks.prompts:TRANSLATION", None, ["attack"]),
     ("gripmoe.evaluation.stop_rule:RETAIN_QUESTIONS", None, ["unlearn"]),
     ("gripmoe.reporting.names:FORGOTTEN", None, RENDERING),
-    ("gripmoe.reporting.specifications:comparisons.yaml", None, RENDERING),
+    ("src/gripmoe/reporting/comparisons.yaml:erasure.title", "another", RENDERING),
     # How a benchmark is measured: no training.
     ("workflow/config/benchmarks.yaml:wmdp_smoke.evaluation_batch_size", 64, EVALUATING),
     ("workflow/config/benchmarks.yaml:wmdp_smoke.attacks", {"mine": "json:dumps"}, ["attack"]),
