@@ -193,7 +193,7 @@ class TestRun:
         page.frame_locator("iframe").get_by_text("Unconstrained").first.wait_for()
         explain.click()
         page.get_by_text("runs_smoke.csv").wait_for()
-        assert "main_results.ipynb" in page.inner_text("body")
+        assert "comparison.ipynb" in page.inner_text("body")
         picture = report.with_suffix(".png")
         page.screenshot(path=picture)
         assert picture.stat().st_size > 50_000
