@@ -248,7 +248,7 @@ def randomized_kaczmarz(
         return update_Ed
     squared_norms_N = x_Nd.square().sum(dim=-1)
     weights_EN = torch.where(bounds_NE.isfinite(), squared_norms_N[:, None], 0).T
-    rows = (triggered_E & weights_EN.any(dim=1)).nonzero()[:, 0]  # zero tokens, as of overflown states, move nothing
+    rows = (triggered_E & weights_EN.any(dim=1)).nonzero()[:, 0]  # a zero token has no direction to project along
     u_Md, bounds_NM, weights_MN = update_Ed[rows].clone(), bounds_NE[:, rows], weights_EN[rows]
     draws_MK = torch.multinomial(weights_MN, max_steps, replacement=True, generator=generator)
     x_KMd, bounds_KM = x_Nd[draws_MK.T], bounds_NM.gather(0, draws_MK.T)

@@ -119,8 +119,9 @@ def _parts(pairs: pd.Series, claim: Claim, by_fact_set: bool = False) -> list[Pa
     groups = sorted(apart(pairs.rename("value").reset_index(), by), key=itemgetter(0))
     parts = []
     for name, group in groups:
-        runs = complete_cells(group.set_index(PAIRED_BY).value)
-        values = units(group.set_index(PAIRED_BY).value)
+        of_group = group.set_index(PAIRED_BY).value
+        runs = complete_cells(of_group)
+        values = units(of_group)  # not of `runs`: of several base models one may be left, whose runs are no units
         if by_fact_set and "objective" not in values.index.names:
             fact_sets = group.drop_duplicates("model").set_index("model").benchmark
             values = values.groupby(fact_sets).mean()

@@ -110,9 +110,9 @@ def comparison(runs: pd.DataFrame, name: str, measured: Measured = _mean_of) -> 
 
 
 def _require_names(spec: dict, table: str, runs: pd.DataFrame) -> None:
-    listed = [(block, row) for block in spec["blocks"] for row in block["rows"]]
-    methods = [row["method"] for _, row in listed if not names.is_swept(row["method"])]
-    objectives = {entry["objective"] for pair in listed for entry in pair if "objective" in entry} - {NO_OBJECTIVE}
+    rows = [row for block in spec["blocks"] for row in block["rows"]]
+    methods = [row["method"] for row in rows if not names.is_swept(row["method"])]
+    objectives = {entry["objective"] for entry in (*spec["blocks"], *rows) if "objective" in entry} - {NO_OBJECTIVE}
     for column, named, known in (
         ("metric", spec["measured"], names.METRICS),
         ("method", methods, names.METHODS),
