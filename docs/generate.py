@@ -30,6 +30,8 @@ RETURNED = (  # by public functions, or given to functions of your own
     "gripmoe.library.realign.Original",
     "gripmoe.geometry.realignment.Realignment",
     "gripmoe.config.methods.Method",
+    "gripmoe.constraints.base.RouterConstraint",
+    "gripmoe.constraints.base.MarkedPass",
     "gripmoe.training.objectives.Objective",
     "gripmoe.attacks.base.Setting",
     "gripmoe.attacks.base.QuestionSetting",

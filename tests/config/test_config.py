@@ -465,6 +465,26 @@ def test_a_folder_adds_objectives_whose_files_belong_to_their_runs(own):
     assert edited != run and edited.own_objective.path == run.own_objective.path
 
 
+def test_a_method_may_have_a_constraint_of_its_own_whose_file_belongs_to_its_runs(folder, monkeypatch):
+    file = folder.parent / "folder_constraints.py"
+    file.write_text("class Near: ...\nraise RuntimeError('configuration imports nothing')\n")
+    monkeypatch.syspath_prepend(folder.parent)
+    row = {"constraint": "folder_constraints:Near", "settings": {"radius": 0.01}}
+    edit(folder / "methods.yaml", lambda c: c.update(mine=row))
+    edit(folder / "tiny.yaml", lambda c: c["methods"].append("mine"))
+    keys = ("tiny_a", "wmdp_tiny", "gd", "mine", 0)
+    run = Project(folder, "tiny").run(*keys)
+    assert run.own_constraint.path == run.method.own_constraint == row["constraint"]
+    assert run.method.settings == row["settings"] and run.method.rule == "unlearn" and not run.method.has_bases
+    other = Project(folder, "tiny").run(*keys[:3], "frozen_router", 0).model_dump(mode="json")
+    assert "own_constraint" not in other and "settings" not in other["method"], "run.yaml of other methods stays"
+    file.write_text("class Near: ...\n# edited\n")
+    assert Project(folder, "tiny").run(*keys) != run
+    edit(folder / "methods.yaml", lambda c: c["mine"].update(constraint="folder_constraints:Nera"))
+    with pytest.raises(ConfigError, match="methods.yaml: mine.constraint: .* has no 'Nera'; did you mean 'Near'"):
+        Project(folder, "tiny")
+
+
 WRONG_OBJECTIVES = [
     ("objectives.yaml", lambda c: c.update(none=c["mine"]), "objectives.yaml: none: this name stands for no objective"),
     ("objectives.yaml", lambda c: c.update(gd=c["mine"]), "objectives.yaml: gd: gripmoe has an objective of this name"),

@@ -9,11 +9,12 @@ from conftest import random_batch, small_model
 from gripmoe.config.methods import Method
 from gripmoe.constraints import anchor
 from gripmoe.constraints.anchor import Anchored, DualWeight
-from gripmoe.constraints.base import FrozenRouter
+from gripmoe.constraints.base import FrozenRouter, RouterConstraint
 from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, attributed_expert
-from gripmoe.constraints.build import build
+from gripmoe.constraints.build import build, held_bytes
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.geometry.routing import LayerRouting, mean_stability, route, stability_by_layer
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 
 
@@ -205,6 +206,42 @@ def test_rows_of_the_catalogue_make_constraints(axes, expected, moe, batch):
     trace = moe.trace([batch])
     built = build(Method(**axes), trace, trace, bases=None, seed=0)
     assert type(built.constraint) is expected and built.scope is None
+
+
+class Shrinking(RouterConstraint):
+    """A constraint of one's own, which says what it was made with."""
+
+    def __init__(self, share, seed):
+        self.share, self.seed, self.kept = share, seed, torch.zeros(3)
+
+    def constrain(self, layer, before_Ed, after_Ed, seen):
+        return after_Ed * self.share
+
+
+def test_a_class_of_ones_own_constrains(moe, batch):
+    method = Method(constraint=f"{__name__}:Shrinking", settings={"share": 0.5})
+    constraint = build(method, {}, bases=None, seed=7).constraint
+    assert (constraint.share, constraint.seed) == (0.5, 7) and held_bytes(constraint) == 12
+    before = moe.thetas()
+    optimizer = torch.optim.SGD(moe.model.parameters(), lr=0.0)
+    with ConstraintHandle(moe, optimizer, constraint):
+        moe.model(**batch.inputs, labels=batch.labels).loss.backward()
+        optimizer.step()
+    assert all(torch.equal(moe.theta(layer), 0.5 * before[layer]) for layer in moe.layers)
+
+
+@pytest.mark.parametrize(
+    "path, settings, message",
+    [
+        (f"{__name__}:Shrinking", {"shar": 0.5}, "missing a required argument: 'share'|unexpected keyword"),
+        (f"{__name__}:Shrinkin", {"share": 0.5}, "has no 'Shrinkin'"),
+        ("no_such_file:Shrinking", {}, "is its file on PYTHONPATH"),
+        ("torch.nn:Identity", {}, "is no RouterConstraint; derive its class from"),
+    ],
+)
+def test_a_class_that_does_not_constrain_is_an_error(path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Method(constraint=path, settings=settings), {}, bases=None, seed=0)
 
 
 def test_one_expert_is_of_a_layer_that_trains():

@@ -34,13 +34,15 @@ class Catalogues:
         for name, method in added.items():
             if method.corrects:
                 require_known(method.corrects, self.methods, f"{self.methods_file}: {name}.corrects")
+        self.own_constraints = {
+            name: _own_class(path, f"{self.methods_file}: {name}.constraint")
+            for name, method in added.items()
+            if (path := method.own_constraint)
+        }
         rows = read_catalogue(own, OwnObjective) if own.exists() else {}
         if NO_OBJECTIVE in rows:
             raise ConfigError(f"{own}: {NO_OBJECTIVE}: this name stands for no objective; give yours another")
-        self.own_objectives = {
-            name: OwnClass(path=row.path, sha256=_module_digest(row.path, f"{own}: {name}.class"))
-            for name, row in rows.items()
-        }
+        self.own_objectives = {name: _own_class(row.path, f"{own}: {name}.class") for name, row in rows.items()}
         registered = {name: row.registered() for name, row in rows.items()}
         self.objectives = joined(OBJECTIVES, registered, "gripmoe has an objective", own)
 
@@ -56,6 +58,10 @@ def own_code(benchmark: Benchmark, key: Literal["attacks", "metrics"]) -> list[s
     """Digests of the files of a benchmark's own attacks or metrics. Raises ConfigError if a file is not found."""
     paths = getattr(benchmark, key)
     return [_module_digest(path, f"benchmarks.yaml: {key}.{name}") for name, path in paths.items()]
+
+
+def _own_class(path: str, where: str) -> OwnClass:
+    return OwnClass(path=path, sha256=_module_digest(path, where))
 
 
 def _module_digest(path: str, where: str) -> str:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, WithJsonSchema, model_validator
 
 from gripmoe.config.reading import Mistake, read_catalogue
 from gripmoe.config.training import Finetuning
-from gripmoe.config.types import BetweenZeroAndOne, Fraction, Name, NonNegative, Strict
+from gripmoe.config.types import BetweenZeroAndOne, Fraction, Name, NonNegative, Strict, code_path
 
 TABLE = Path(__file__).with_name("methods.yaml")
+Kind = Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"]
+OWN = "module:Class"
 AXES = {  # which axes have an effect in a row that has these words
     "constraint": {"experts", "replay", "correction", "training"},
     "experts: null_space": {"eps_null"},
     "corrects": {"correction"},
     "correction: realign": {"form", "retain_tokens"},
     "correction: undo": {"undo"},
+    f"constraint: {OWN}": {"settings"},
     "constraint: null_space": {"form", "basis", "granularity", "eps_null", "projects"},
     "constraint: null_space with form: sound": {"max_rank"},
     "constraint: null_space with form: sound with projects: update": {"safety_margin"},
@@ -52,13 +55,27 @@ class UndoConfig(Finetuning):
     steps: PositiveInt  # of distillation
 
 
+def _kind_or_path(value: str) -> str:
+    kinds = get_args(Kind)
+    if ":" not in value and value not in kinds:
+        raise ValueError(f"give one of {', '.join(kinds)}, or a class of your own, `my_file:MyConstraint`")
+    return value if value in kinds else code_path(value)
+
+
+OwnOrKind = Annotated[
+    str,
+    AfterValidator(_kind_or_path),
+    WithJsonSchema({"anyOf": [{"enum": list(get_args(Kind))}, {"const": OWN}]}),
+]
+
+
 class Method(Strict):
     """Independent axes, which methods.yaml explains; a row of it is one point in their space."""
 
     baseline: Literal["original", "retrained", "erase_words", "remove_experts", "external"] | None = None
-    constraint: (
-        Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"] | None
-    ) = None
+    constraint: OwnOrKind | None = None
+    # An empty one is not written to run.yaml.
+    settings: dict[str, int | float] = Field({}, exclude_if=lambda settings: not settings)
     experts: Literal["all", "top_attributed", "null_space"] = "all"
     replay: bool = False
     form: Literal["sound", "paper"] = "sound"
@@ -118,9 +135,15 @@ class Method(Strict):
 
     def _has(self, words: str) -> bool:
         for key, _, value in (word.partition(": ") for word in words.split(" with ")):
-            if getattr(self, key) is None or (value and getattr(self, key) != value):
+            given = OWN if key == "constraint" and self.own_constraint else getattr(self, key)
+            if given is None or (value and given != value):
                 return False
         return True
+
+    @property
+    def own_constraint(self) -> str | None:
+        """The class of a constraint that is not of the package, "module:Class"."""
+        return self.constraint if self.constraint and ":" in self.constraint else None
 
     @property
     def trains(self) -> bool:

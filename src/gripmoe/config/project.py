@@ -205,6 +205,7 @@ class Project:
             own_objective=self._catalogues.own_objectives.get(objective),
             method_name=method,
             method=self.methods[method],
+            own_constraint=self._catalogues.own_constraints.get(method),
             seed=seed,
             training=training,
             processes=self.processes(model, method) if training else 1,

@@ -36,14 +36,15 @@ def _each_once(values: list) -> list:
     return values
 
 
-def _code_path(value: str) -> str:
+def code_path(value: str) -> str:
+    """Raises ValueError unless it is "module:name"."""
     module, _, name = value.partition(":")
     if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
         raise ValueError('give "module:name", as `my_file:my_function`')
     return value
 
 
-CodePath = Annotated[str, AfterValidator(_code_path)]
+CodePath = Annotated[str, AfterValidator(code_path)]
 EachOnce = AfterValidator(_each_once)
 Names = Annotated[list[Name], EachOnce]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**31)]

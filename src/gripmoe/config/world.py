@@ -94,6 +94,8 @@ class Run(Strict):
     own_objective: OwnClass | None = None  # one that a configuration folder adds to those of the package
     method_name: Name
     method: Method
+    # The class of `method.constraint`, if it is not of the package.
+    own_constraint: OwnClass | None = Field(None, exclude_if=lambda own: own is None)
     seed: int
     training: Training | None
     # That train it together, each with its own batches. A 1 is not written to run.yaml.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,6 +15,8 @@ from gripmoe.constraints.baselines import GateAnchor, RouterL2, RoutingScores, a
 from gripmoe.constraints.null_space import constrained_trace, null_space_of
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
+from gripmoe.io.errors import ConfigError
+from gripmoe.io.imports import made
 from gripmoe.moe import MoEModel
 
 
@@ -36,7 +39,8 @@ def build(
 ) -> Built:
     """The constraint of a row, from the original routing of retain tokens if `method.has_bases`, and of forget tokens
     if `method.looks_at_forget`. `bases` gives the fixed bases of a trace. SEUF's expert is in one of `layers`: those
-    that train and that the losses look at."""
+    that train and that the losses look at. Raises ConfigError for a class of one's own that is not found, takes other
+    settings or is no constraint."""
     attributed = None
     if method.attributes:
         attributed = attributed_expert(forget, [layer for layer in forget if layers is None or layer in layers])
@@ -55,9 +59,21 @@ def build(
         case "null_space":
             trace = constrained_trace(method, retain, forget) if method.has_bases else retain
             constraint = null_space_of(method, trace, bases(trace) if method.has_bases else None, seed)
+        case str(path) if method.own_constraint:
+            constraint = _own(path, method.settings, seed)
         case _:
             constraint = Unconstrained()
     return Built(constraint, scope)
+
+
+def _own(path: str, settings: Mapping[str, Any], seed: int) -> RouterConstraint:
+    constraint = made(path, settings, seed, f"constraint {path!r}")
+    if not isinstance(constraint, RouterConstraint):
+        raise ConfigError(
+            f"constraint {path!r} is no RouterConstraint; derive its class from "
+            "gripmoe.constraints.base:RouterConstraint"
+        )
+    return constraint
 
 
 def held_bytes(thing: object) -> int:
@@ -75,6 +91,8 @@ def held_bytes(thing: object) -> int:
             waiting += item.values()
         elif isinstance(item, (list, tuple)):
             waiting += item
-        elif type(item).__module__.startswith("gripmoe.") and not isinstance(item, MoEModel):
+        elif isinstance(item, MoEModel):
+            continue
+        elif isinstance(item, RouterConstraint) or type(item).__module__.startswith("gripmoe."):
             waiting += vars(item).values()
     return sum(storages.values())

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,3 +53,16 @@ def imported(path: str, where: str) -> Any:
         file = getattr(found, "__file__", module)  # a built-in module has none
         raise ConfigError(f"{where}: {file} has no {name!r}; name what it defines")
     return getattr(found, name)
+
+
+def made(path: str, settings: Mapping[str, Any], seed: int, where: str) -> Any:
+    """Makes an object of the class "module:Class" from its settings and, if the class takes one, the seed. Raises
+    ConfigError, naming `where`, for a class that does not exist or takes other settings."""
+    named = imported(path, where)
+    signature = inspect.signature(named)
+    arguments = {**settings, **({"seed": seed} if "seed" in signature.parameters else {})}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {error}") from None
+    return named(**arguments)

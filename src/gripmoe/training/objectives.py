@@ -16,7 +16,6 @@ differs:
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,7 +30,7 @@ from gripmoe.constraints.original import OriginalCache
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.imports import imported
+from gripmoe.io.imports import made
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_of
 from gripmoe.moe.states import final_hidden_states, hidden_states
@@ -196,20 +195,13 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
     one, the seed. Raises ConfigError for an unknown name, class or setting, and for a class that is no objective."""
     if name not in OBJECTIVES and ":" not in name:
         raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}, or module:Class")
-    of_name = imported(OBJECTIVES[name].path if name in OBJECTIVES else name, f"objective {name!r}")
-    signature = inspect.signature(of_name)
-    seeds = {"seed": seed} if "seed" in signature.parameters else {}
-    try:
-        signature.bind(**settings, **seeds)
-    except TypeError as error:
-        raise ConfigError(f"objective {name!r}: {error}") from None
-    made = of_name(**settings, **seeds)
-    if lacking := [each for each in INTERFACE if not hasattr(made, each)]:
+    objective = made(OBJECTIVES[name].path if name in OBJECTIVES else name, settings, seed, f"objective {name!r}")
+    if lacking := [each for each in INTERFACE if not hasattr(objective, each)]:
         raise ConfigError(
             f"objective {name!r} has no {', '.join(map(repr, lacking))}; derive its class from "
             "gripmoe.training.objectives:GradientDifference, which has them"
         )
-    return made
+    return objective
 
 
 def token_logprobs(model: MoEModel, batch: Batch) -> Tensor:
