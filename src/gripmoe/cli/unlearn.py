@@ -15,7 +15,7 @@ from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.provenance import entry_of
 from gripmoe.config.reading import parse_as
 from gripmoe.config.training import Training
-from gripmoe.config.world import load_run
+from gripmoe.config.world import Run, load_run
 from gripmoe.constraints.build import build
 from gripmoe.constraints.original_files import OriginalStore
 from gripmoe.constraints.realignment import make_correction
@@ -79,12 +79,7 @@ def unlearn(
       gripmoe unlearn --run run/run.yaml --model model/model.json --data data --trace routing.safetensors \\
           --forget-trace routing_forget.safetensors --output run/checkpoint.json
     """
-    run = load_run(run_file)
-    if run.training and checkpoint_every is not None:
-        changed = run.training.model_dump() | {"checkpoint_every": checkpoint_every}
-        run = run.model_copy(update={"training": parse_as(Training, changed, Path("--checkpoint-every"))})
-    if not run.training:
-        raise ConfigError(f"{run_file}: {run.method_name!r} does not train; give the run.yaml of a method that does")
+    run = _training_run(run_file, checkpoint_every)
     if run.method.has_bases and not bases_file:
         raise ConfigError(f"--bases is required: the file that `gripmoe fit-basis` writes for {run.method_name!r}")
     if processes != run.processes and BY_TORCHRUN not in os.environ:
@@ -92,7 +87,6 @@ def unlearn(
             f"--processes {processes}: {run_file} asks for {run.processes}, and its batch sizes are of each process"
         )
     start_together(processes)
-    folder = output.parent
     fitted = (trace_file, bases_file)  # each has a digest of its content beside it
     digests = [file.with_suffix(".json") for file in fitted if file and file.with_suffix(".json").exists()]
     files = (run_file, model_file, retrained_file, *digests, *sorted(data.glob("*.jsonl")))
@@ -102,13 +96,7 @@ def unlearn(
         model, tokenizer = load_model(model_file.parent / "weights")
         weights = {"model": read_json(model_file)["weights"]}
         moe = MoEModel(model)
-        if (
-            method.constraint not in (None, "none") or method.replay or method.correction in ("restore", "realign")
-        ) and not moe.layers:
-            raise ConfigError(
-                f"{run_file}: the model of {run.model!r} is dense, and {run.method_name!r} acts on routers; leave the "
-                "method out, or take a model with experts"
-            )
+        _require_routers(moe, run, run_file)
         shard_experts(moe)
         if original_answers:
             asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # outputs of other code are not reused
@@ -116,17 +104,14 @@ def unlearn(
             if distributed.is_first():
                 moe.originals.remove_stale()
         theta_0, biases = moe.thetas(), moe.router_biases()
-        documents = [
-            load_corpus(data / f"{name}_corpus.jsonl", tokenizer, **run.benchmark.reading)
-            for name in ("forget", "retain")
-        ]
+        forget_corpus, retain_corpus = (data / f"{name}_corpus.jsonl" for name in ("forget", "retain"))
+        documents = [load_corpus(file, tokenizer, **run.benchmark.reading) for file in (forget_corpus, retain_corpus)]
         corpora = Corpora(*documents, pad_id=tokenizer.pad_token_id)
-        corpus, forget_corpus = (file_digest(data / f"{name}_corpus.jsonl") for name in ("retain", "forget"))
-        trace = StoredTrace(trace_file, weights | {"corpus": corpus})
-        forget_trace = StoredTrace(forget_trace_file, weights | {"corpus": forget_corpus})
-        fitted_to = weights | {"corpus": corpus, "forget_corpus": forget_corpus, "fitted_with": method.fitted_with}
-        recorded_rows = corpora.retain[: run.benchmark.retain_documents]
-        batch = collate(recorded_rows, corpora.pad_id).to(model.device)
+        recorded_from = weights | {"corpus": file_digest(retain_corpus)}
+        trace = StoredTrace(trace_file, recorded_from)
+        forget_trace = StoredTrace(forget_trace_file, weights | {"corpus": file_digest(forget_corpus)})
+        fitted_to = recorded_from | {"forget_corpus": file_digest(forget_corpus), "fitted_with": method.fitted_with}
+        recorded = collate(corpora.retain[: run.benchmark.retain_documents], corpora.pad_id).to(model.device)
         stop = stop_rule(run.benchmark, data, retrained_file, tokenizer)
         tiers = (basis_memory * 1e9, basis_host_memory * 1e9)
         built = build(
@@ -148,19 +133,40 @@ def unlearn(
             scope=built.scope,
             replay=method.replay,
             expert_eps=method.expert_eps,
-            correct=make_correction(method, theta_0, biases, trace, batch) if method.correction else None,
+            correct=make_correction(method, theta_0, biases, trace, recorded) if method.correction else None,
             state_file=state_file,
             description=f"{run.objective}/{run.method_name}/{run.seed}",
         )
         if outcome.status == "reached" and not outcome.steps and distributed.is_first():
             said = "the model meets the forget target before training, so nothing was unlearned"
             print(f"{run_file}: {said}: choose another target, or a model that knows the documents", file=sys.stderr)
-        digest = save_model(model, tokenizer, folder / "weights")
+        digest = save_model(model, tokenizer, output.parent / "weights")
         if distributed.is_first():
-            write_json(folder / "history.json", outcome.history)
+            write_json(output.with_name("history.json"), outcome.history)
             ended = {"weights": digest, "status": outcome.status, "steps": outcome.steps, "tokens": outcome.tokens}
             ended["targets"] = stop.targets
             ended |= {f"effective_{kind}_batch": size for kind, size in outcome.documents.items()}
             write_json(output, {**ended, **outcome.costs, "constraint_megabytes": outcome.held_bytes / 1e6})
         distributed.wait_for_all()
         remove_state(state_file)
+
+
+def _training_run(run_file: Path, checkpoint_every: int | None) -> Run:
+    """The run of a file, which trains; it saves its state every `checkpoint_every` steps, if that is given."""
+    run = load_run(run_file)
+    if not run.training:
+        raise ConfigError(f"{run_file}: {run.method_name!r} does not train; give the run.yaml of a method that does")
+    if checkpoint_every is None:
+        return run
+    changed = run.training.model_dump() | {"checkpoint_every": checkpoint_every}
+    return run.model_copy(update={"training": parse_as(Training, changed, Path("--checkpoint-every"))})
+
+
+def _require_routers(moe: MoEModel, run: Run, run_file: Path) -> None:
+    method = run.method
+    acts = method.constraint not in (None, "none") or method.replay or method.correction in ("restore", "realign")
+    if acts and not moe.layers:
+        raise ConfigError(
+            f"{run_file}: the model of {run.model!r} is dense, and {run.method_name!r} acts on routers; leave the "
+            "method out, or take a model with experts"
+        )
