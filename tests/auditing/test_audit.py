@@ -349,7 +349,7 @@ def test_the_command_writes_its_files_and_its_verdict(pair, files, tmp_path, cap
         "index.html",
     }
     answers = pd.read_csv(out / "questions.csv")
-    assert {"as it is", "forcing the original experts"} <= set(answers.condition)
+    assert {"as it is", "forcing the original expert sets"} <= set(answers.condition)
     assert set(answers.model) == {"original", "unlearned", "retrained"}
     assert set(pd.read_csv(out / "attacks.csv").control) == {"retrained"}
 

@@ -66,7 +66,7 @@ def test_the_four_words():
 
 def test_the_sentence_has_the_numbers_and_what_is_missing():
     hides = judge(scores(forced_forget_accuracy=0.70), FACTS).sentence
-    assert hides.startswith("forcing the original experts returns 0.45 [") and hides.endswith("of 0.74 lost")
+    assert hides.startswith("forcing the original expert sets returns 0.45 [") and hides.endswith("of 0.74 lost")
     erased = judge(scores(forced_forget_accuracy=0.25), FACTS, ["restoration", "prompts"]).sentence
     assert "the 1 attack does not return more than" in erased and erased.endswith("Not made: restoration, prompts")
 

@@ -42,7 +42,7 @@ def test_few_tokens_give_the_answer_of_all(step, narrow):
     compared, moved = [], 0.0
     for found_Ed, all_Ed in walk(basis, x_Nd, bounds_NE, screened, step):
         torch.testing.assert_close(found_Ed, all_Ed, atol=1e-10, rtol=0)
-        compared.append(len(screened._reached_Nd))
+        compared.append(len(screened._tokens_in_reach_Nd))
         moved = max(moved, all_Ed.norm().item())
     bound = (all_Ed @ x_Nd.T > bounds_NE.T - 1e-9).any(dim=1)
     assert bound.any(), "the control: some margins are reached"
@@ -86,7 +86,7 @@ def test_from_a_point_that_is_not_feasible_all_tokens_are_compared():
     generator = torch.Generator().manual_seed(2)
     beyond_Ed = 10 * basis.project(torch.randn(E, d, generator=generator, dtype=torch.float64))
     found_Ed = screened(beyond_Ed, basis, beyond_Ed, tolerance=1e-12)
-    assert len(screened._reached_Nd) == N
+    assert len(screened._tokens_in_reach_Nd) == N
     torch.testing.assert_close(found_Ed, nearest_feasible(beyond_Ed, basis, x_Nd, bounds_NE, tolerance=1e-12))
 
 
@@ -96,7 +96,7 @@ def test_a_router_without_a_token_in_reach_is_projected_by_stage_1_alone():
     screened = ScreenedProjection(basis, x_Nd, bounds_NE)
     update_Ed = 1e-6 * torch.ones(E, d, dtype=torch.float64)
     found_Ed = screened(update_Ed, basis, torch.zeros_like(update_Ed))
-    assert len(screened._reached_Nd) == 0
+    assert len(screened._tokens_in_reach_Nd) == 0
     torch.testing.assert_close(found_Ed, basis.project(update_Ed))
 
 

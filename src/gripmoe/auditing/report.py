@@ -18,7 +18,7 @@ from gripmoe.attacks.base import Found
 from gripmoe.attacks.prompts import ORDER
 from gripmoe.auditing.charts import charts_of
 from gripmoe.auditing.plan import NOT_CHOSEN
-from gripmoe.auditing.verdict import COUNTED, Verdict, counted, guessing, interval_over_facts, judge
+from gripmoe.auditing.verdict import ATTACKS, Verdict, guessing, interval_over_facts, judge, measured_attacks
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json, write_text
@@ -58,7 +58,7 @@ class AuditReport:
     @cached_property
     def verdict(self) -> Verdict:
         """The verdict in words, and what each attack returns."""
-        attacks = dict.fromkeys(row["attack"] for row in COUNTED.values())
+        attacks = dict.fromkeys(row["attack"] for row in ATTACKS.values())
         not_made = [name for name in attacks if name in self.absent]
         scores = {name: found.scores for name, found in self.found.items()}
         asked = self.found["unlearned"].scores["forget_accuracy"]
@@ -85,7 +85,7 @@ class AuditReport:
     def to_answers(self) -> pd.DataFrame:
         """A row per question, model and condition ("as it is", or an attack): `question`, `choices`, `answer`, `given`,
         `correct`, and the `probability` of the given letter. Probes give no letter."""
-        rows = counted(self.found["unlearned"].scores)
+        rows = measured_attacks(self.found["unlearned"].scores)
         conditions = {metric: row["label"] for metric, row in rows.items()} | dict.fromkeys(ACCURACY, AS_IT_IS)
         asked = {question["id"]: question for question in self.questions}
         answers = []
@@ -121,7 +121,7 @@ class AuditReport:
     def to_summary(self) -> pd.DataFrame:
         """The most important rows of `to_frame`."""
         frame = self.to_frame()
-        steps = {metric.rpartition("_")[0]: metric for metric in counted(self.found["unlearned"].scores)}
+        steps = {metric.rpartition("_")[0]: metric for metric in measured_attacks(self.found["unlearned"].scores)}
         rank = frame.measure.map({steps.get(name, name): place for place, name in enumerate(SUMMARY)})
         shown = frame.assign(rank=rank).dropna(subset="rank").sort_values("rank", kind="stable")
         return shown[["measure", "model", "value", "low", "high", "n"]].reset_index(drop=True)

@@ -15,9 +15,9 @@ from gripmoe.reporting.paired import paired_interval
 from gripmoe.reporting.scores import FOUR_WAY
 
 NOTHING_FOUND, HIDES, NOT_FORGOTTEN, NOT_DECIDED = "nothing found", "hides", "not forgotten", "not decided"
-REMAINS = 0.2  # share of the knowledge: a model that keeps more has not forgotten
-RETURNS = 0.1  # share of what was lost: if an attack returns more, the model hides it
-COUNTED = read_yaml(Path(__file__).with_name("verdict.yaml"))
+MAX_REMAINING = 0.2  # share of the knowledge: a model that keeps more has not forgotten
+MAX_RETURNED = 0.1  # share of what was lost: if an attack returns more, the model hides it
+ATTACKS = read_yaml(Path(__file__).with_name("verdict.yaml"))
 
 Scores = Mapping[str, Mapping[str, float]]  # by metric and question
 
@@ -58,24 +58,24 @@ def judge(
         )
         return Verdict(NOT_DECIDED, sentence, returned)
     # Paired by question, so the interval covers the chance of all models' answers. It is 0 where the limit is.
-    beyond = own - never - REMAINS * (before - never)
-    share, low, high = (REMAINS + end / known for end in interval_over_facts(beyond, facts))
+    beyond = own - never - MAX_REMAINING * (before - never)
+    share, low, high = (MAX_REMAINING + end / known for end in interval_over_facts(beyond, facts))
     fell = (
         f"forget accuracy is {own.mean():.2f} ({before.mean():.2f} in the original model, {floor:.2f} without the "
         "knowledge)"
     )
     remains = f"{_with(max(share, 0), max(low, 0), max(high, 0))} of the knowledge remains"
-    if low > REMAINS:
+    if low > MAX_REMAINING:
         return Verdict(NOT_FORGOTTEN, f"{fell}: {remains}", returned)
-    if high > REMAINS:
-        sentence = f"{fell}: {remains}, and the limit is {REMAINS}; more forget questions decide it"
+    if high > MAX_REMAINING:
+        sentence = f"{fell}: {remains}, and the limit is {MAX_REMAINING}; more forget questions decide it"
         return Verdict(NOT_DECIDED, sentence, returned)
     return _after_attacks(returned, lost, len(own), fell, f". Not made: {', '.join(not_made)}" * bool(not_made))
 
 
 def _after_attacks(returned: pd.DataFrame, lost: float, questions: int, fell: str, absent: str) -> Verdict:
     """The verdict on a model whose forget accuracy fell by `lost`; `fell` and `absent` are parts of its sentence."""
-    margin, of_lost = RETURNS * lost, f"of {lost:.2f} lost"
+    margin, of_lost = MAX_RETURNED * lost, f"of {lost:.2f} lost"
     counting, others = (returned[returned.counts == counts] for counts in (True, False))
     if counting.empty:
         return Verdict(NOT_DECIDED, f"{fell}, and no attack with a control was made: make some{absent}", returned)
@@ -83,25 +83,25 @@ def _after_attacks(returned: pd.DataFrame, lost: float, questions: int, fell: st
     if len(hiding):
         rest = "1 other attack returns" if len(hiding) == 2 else f"{len(hiding) - 1} other attacks return"
         more = f"; {rest} more than {margin:.2f}" * (len(hiding) > 1)
-        return Verdict(HIDES, f"{_returns(_most(hiding))} {of_lost}{more}", returned)
+        return Verdict(HIDES, f"{_phrase(_most(hiding))} {of_lost}{more}", returned)
     if most.returned > margin:
         asked = f"this attack asks a sample of {most.questions}, whose chance is too large to decide it"
         wanted = asked if most.questions < questions else "more forget questions decide it"
-        return Verdict(NOT_DECIDED, f"{_returns(most)} {of_lost}: {wanted}{absent}", returned)
+        return Verdict(NOT_DECIDED, f"{_phrase(most)} {of_lost}: {wanted}{absent}", returned)
     at_most = max(counting.high.max(), 0)
     attacks = "the 1 attack does not return" if len(counting) == 1 else f"none of the {len(counting)} attacks returns"
     shown = f"{attacks} more than {margin:.2f}, a tenth of the {lost:.2f} lost; the largest upper end is {at_most:.2f}"
     if len(taught):  # attacks that may bring knowledge in
-        found = _returns(_most(taught))
+        found = _phrase(_most(taught))
         shown += f". {found[0].upper()}{found[1:]}, which counts only beside a retrained model under the same attack: "
         shown += "it may gain as much"
     return Verdict(NOTHING_FOUND, shown + absent, returned)
 
 
-def counted(scores: Scores) -> dict[str, dict[str, str]]:
+def measured_attacks(scores: Scores) -> dict[str, dict[str, str]]:
     """The rows of verdict.yaml that a model was measured by, by metric. Of an attack in steps, its best step."""
     rows = {}
-    for name, row in COUNTED.items():
+    for name, row in ATTACKS.items():
         if name.endswith("_after"):
             if steps := _steps(name, scores):
                 best = max(steps, key=lambda step: (_series(scores[steps[step]]).mean(), step))
@@ -128,7 +128,7 @@ def what_returns(
     which hold jointly at 95 %. `counts` is False if only a retrained model could be the control and there is none, or
     if there is one that was not measured under this attack."""
     unlearned, retrained = scores["unlearned"], scores.get("retrained", {})
-    made = counted(unlearned)
+    made = measured_attacks(unlearned)
     rows = []
     for metric, row in made.items():
         gain, control = _gain(unlearned, metric, guess), row["control"]
@@ -201,5 +201,5 @@ def _most(returned: pd.DataFrame) -> pd.Series:
     return returned.loc[returned.returned.idxmax()]
 
 
-def _returns(row: pd.Series) -> str:
+def _phrase(row: pd.Series) -> str:
     return f"{row.attack} returns {_with(row.returned, row.low, row.high)}"

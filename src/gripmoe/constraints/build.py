@@ -1,4 +1,4 @@
-"""The constraint that a row of methods.yaml describes, from recorded routing."""
+"""The constraint that a row of methods.yaml describes, from recorded routing; the memory that it keeps."""
 
 from __future__ import annotations
 

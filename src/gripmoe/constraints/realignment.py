@@ -1,4 +1,5 @@
-"""Method B on a model: correct the routers after training (Sec. 4.3), or put the original routers back."""
+"""Method B on a model: correct the routers after training (Sec. 4.3), or put the original routers back; and two
+reports, of how Method B generalises and of how Algorithm 1 converges."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Stage 2 of Method A: keep unselected experts below their margins (Sec. 4.2, App. C).
 
-`nearest_feasible` is the exact projection, `randomized_kaczmarz` the paper's Algorithm 1. Both solve all router rows
-(experts) at once, each as a problem of its own. bounds_NE is infinite where no inequality applies.
+`nearest_feasible` is the exact projection, of both stages at once; `randomized_kaczmarz` is Stage 2 of the paper's
+Algorithm 1. Both solve all router rows (experts) at once, each as a problem of its own. bounds_NE is infinite where no
+inequality applies.
 
 N tokens, d hidden size, E experts, m active constraints, M some of the router rows.
 """

@@ -110,7 +110,8 @@ def realign_sound(
     documents_N: Tensor | None = None,
     fallback: Callable[[], Tensor] | None = None,
 ) -> Realignment:
-    """The anchored form: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d I)^-1 in fp64, rho by held-out RS.
+    """The sound form, which starts from the original router: W = Theta + (Theta X - Theta Xt) Xt^T (Xt Xt^T + rho tr/d
+    I)^-1 in fp64, rho by held-out RS.
 
     Every fourth document is held out from the fit, by the numbers `documents_N` of the tokens' documents (if absent,
     every fourth token). Candidates are the ridges, the original router (rho = infinity) and the unlearned router; the

@@ -41,9 +41,11 @@ class ScreenedProjection:
             at_Ed = basis.double().project(near_Ed.double()).to(near_Ed.dtype)  # loaded weights may be outside Stage 1
             distance_E = (update_Ed - at_Ed).norm(dim=1)
             self.look(at_Ed, AHEAD * distance_E.clamp_min(distance_E.mean()))
-        if not len(self._reached_Nd):
+        if not len(self._tokens_in_reach_Nd):
             return basis.double().project(update_Ed.double()).to(update_Ed.dtype)
-        return nearest_feasible(update_Ed, basis, self._reached_Nd, self._reached_NE, near_Ed=near_Ed, **options)
+        return nearest_feasible(
+            update_Ed, basis, self._tokens_in_reach_Nd, self._bounds_in_reach_NE, near_Ed=near_Ed, **options
+        )
 
     def look(self, at_Ed: Tensor, radius_E: Tensor) -> None:
         """Looks up the tokens with a hyperplane within `radius_E` of `at_Ed`; all tokens if `at_Ed` is not feasible."""
@@ -54,7 +56,7 @@ class ScreenedProjection:
         rounding_EN = ROUNDING * (1 + torch.outer(at_Ed.norm(dim=1), self._norms_N))
         reached_N = (slack_EN <= radius_E[:, None] * self._free_norms_EN + rounding_EN).any(dim=0)
         reached_N |= (slack_EN < -rounding_EN).any()
-        self._reached_Nd, self._reached_NE = self._x_Nd[reached_N], self._bounds_EN[:, reached_N].T
+        self._tokens_in_reach_Nd, self._bounds_in_reach_NE = self._x_Nd[reached_N], self._bounds_EN[:, reached_N].T
         self.looked_from = at_Ed, radius_E
 
     def _leaves(self, update_Ed: Tensor) -> bool:

@@ -139,8 +139,8 @@ def constrain(
             built.constraint.original = undo.enter_context(_untrained(unwrapped(original)))
             check_original(built.constraint.original, moe)
         parameters = moe.router_parameters()
-        undo.push(partial(_gradients_again, [(parameter, parameter.grad) for parameter in parameters]))
-        trained = undo.enter_context(_trained_again(parameters))
+        undo.push(partial(_restore_gradients, [(parameter, parameter.grad) for parameter in parameters]))
+        trained = undo.enter_context(_requires_grad_restored(parameters))
         with moe.evaluating():
             built.constraint.start(moe, to_retain)
             sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
@@ -168,7 +168,7 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
         moe, stepping = _opened(model, optimizer, prepared.method, undo)
         if prepared.original is not None:
             undo.enter_context(_untrained(unwrapped(prepared.original)))  # the constraint still asks it
-        trained = undo.enter_context(_trained_again(prepared.trains))
+        trained = undo.enter_context(_requires_grad_restored(prepared.trains))
         for parameter, trains in prepared.trains.items():
             parameter.requires_grad_(trains)
             if not trains:
@@ -349,7 +349,7 @@ def _untrained(model: nn.Module) -> Iterator[MoEModel]:
     """Within the block, `model` in eval mode and without gradients; afterwards it is unchanged, to the bit."""
     moe = MoEModel(model)
     try:
-        with moe.evaluating(), _trained_again(model.parameters()):
+        with moe.evaluating(), _requires_grad_restored(model.parameters()):
             model.requires_grad_(False)
             yield moe
     finally:
@@ -357,7 +357,7 @@ def _untrained(model: nn.Module) -> Iterator[MoEModel]:
 
 
 @contextmanager
-def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _requires_grad_restored(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     """Yields the parameters that train. Afterwards undoes what the block has frozen or unfrozen."""
     before = [(parameter, parameter.requires_grad) for parameter in parameters]
     try:
@@ -367,7 +367,7 @@ def _trained_again(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Param
             parameter.requires_grad_(trains)
 
 
-def _gradients_again(before: Sequence[tuple[nn.Parameter, Tensor | None]], error: type | None, *_) -> None:
+def _restore_gradients(before: Sequence[tuple[nn.Parameter, Tensor | None]], error: type | None, *_) -> None:
     """Puts gradients back after an error."""
     if error:
         for parameter, gradient in before:

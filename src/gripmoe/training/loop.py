@@ -1,4 +1,4 @@
-"""The unlearning loop: objective, router constraint, stop at matched forgetting, resume (Sec. 4, App. A)."""
+"""The unlearning loop: objective, router constraint, stop rule, resume (Sec. 4, App. A)."""
 
 from __future__ import annotations
 
@@ -118,9 +118,9 @@ def unlearn(
     objective.start(model, forget, retain)
     constraint.start(model, retain)
     original_sets = OriginalSets(model, [*forget, *retain]) if replay else None
-    held = ExpertNullSpace(model, retain, expert_eps) if expert_eps else None
-    if held:
-        held.freeze_others(experts)
+    expert_null_space = ExpertNullSpace(model, retain, expert_eps) if expert_eps else None
+    if expert_null_space:
+        expert_null_space.freeze_others(experts)
     optimizer = _adamw(routers, experts, training)
     adversary = None
     if training.adversary_steps:
@@ -147,7 +147,7 @@ def unlearn(
             original_sets=original_sets,
             adversary=adversary,
             forget_edits=forget_edits,
-            held=held,
+            expert_null_space=expert_null_space,
             average=average,
             handle=handle,
             tokens=progress["tokens"],
@@ -170,7 +170,7 @@ def unlearn(
             correct(model)
     model.model.eval().requires_grad_(True)
     sizes = {kind: batches.size(kind) for kind in ("forget", "retain")}
-    kept = held_bytes(constraint) + (held.nbytes if held else 0)
+    kept = held_bytes(constraint) + (expert_null_space.nbytes if expert_null_space else 0)
     return Outcome(status, step, history, times, sizes, tokens, kept)
 
 

@@ -49,7 +49,7 @@ class Steps:
     original_sets: OriginalSets | None
     adversary: RelearningAdversary | None
     forget_edits: list[ForgetGradientEdit]
-    held: ExpertNullSpace | None
+    expert_null_space: ExpertNullSpace | None
     average: WeightAverage | None
     handle: ConstraintHandle
     tokens: int
@@ -82,8 +82,8 @@ class Steps:
             distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm, norm)
             torch.manual_seed(seed)  # of stochastic rounding, the same in all processes
             self.optimizer.step()  # whose hooks keep the routers feasible
-            if self.held and not self.handle.is_lifted:
-                self.held.project()
+            if self.expert_null_space and not self.handle.is_lifted:
+                self.expert_null_space.project()
             if self.average:
                 self.average.update()
         except Diverged:
@@ -153,7 +153,7 @@ class Steps:
         constraint = self.handle.constraint
         every, constraint.every = constraint.every, 1  # each timed step is constrained
         try:
-            with restored(self.routers + (self.experts if self.held else [])), rate_zero(others):
+            with restored(self.routers + (self.experts if self.expert_null_space else [])), rate_zero(others):
                 for _ in range(TIMED_PAIRS):
                     constrained = self._seconds()
                     with self.handle.lifted(), rate_zero([of_routers]):
