@@ -222,7 +222,10 @@ def test_what_is_said_of_every_method_is_the_records():
     found = found[found.index.get_level_values("method") != "retrained"]
     methods = found.index.get_level_values("method")
     fast, plain = methods.str.endswith("_x3") | (methods == "mudman"), ~methods.str.contains("adversary|mudman")
-    assert f"Every row without an adversary has an excess of {found.excess[plain].min():.2f} or more on these base models" in TEXT
+    assert (
+        f"Every row without an adversary has an excess of {found.excess[plain].min():.2f} or more on these base models"
+        in TEXT
+    )
     assert f"among them, it is {found.excess[fast].max():.2f} or less" in TEXT
     assert f"No bound on the excess is below {found.excess_bound.min():.2f}." in TEXT
     missed = RUNS[(RUNS.metric == "reached") & (RUNS.value == 0)].groupby(["objective", "method"]).model.nunique()

@@ -50,6 +50,8 @@ from gripmoe.moe.modes import restored
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training.objectives import cross_entropy
 from gripmoe.worlds.benchmark import question_rows
+from moe.test_families import make
+from moe.test_families import rows as family_rows
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +209,13 @@ def test_a_probe_reads_what_is_there_and_nothing_else(setting, tokenizer, world)
     chosen = {0: [1], 1: [0, 3]}
     assert mean(expert_probes(before, tokenizer, told[:80], told[80:], chosen)["probe_expert_layer_1"]) > 0.5
     assert mean(expert_probes(before, tokenizer, lies[:80], lies[80:], chosen)["probe_best_expert"]) < 0.45
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text"])
+def test_layers_may_return_several_streams_of_states(family, monkeypatch):
+    monkeypatch.setattr(probing, "question_batches", lambda *_: [collate(family_rows(), 0)])
+    states = last_states(make(family), None, [{"id": row.id} for row in family_rows()])
+    assert states.shape[1:] == (3, 128) and states[:, :2, 32:].any() and not states[:, 2, 32:].any()
 
 
 def test_a_probe_is_fitted_on_other_questions_than_it_is_scored_on(monkeypatch):

@@ -10,13 +10,13 @@ from scipy import stats
 
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS
 from gripmoe.auditing.verdict import (
-    COUNTED,
+    ATTACKS,
     NOT_DECIDED,
     NOTHING_FOUND,
-    counted,
     guessing,
     interval_over_facts,
     judge,
+    measured_attacks,
     what_returns,
 )
 from gripmoe.reporting import paired
@@ -50,7 +50,7 @@ def word(*not_made, **given):
 
 
 def test_attacks_are_those_of_the_package():
-    assert FURTHER_OF_LETTERS.keys() < {row["attack"] for row in COUNTED.values()} <= {*OF_LETTERS, *FURTHER_OF_LETTERS}
+    assert FURTHER_OF_LETTERS.keys() < {row["attack"] for row in ATTACKS.values()} <= {*OF_LETTERS, *FURTHER_OF_LETTERS}
 
 
 def test_the_four_words():
@@ -103,7 +103,9 @@ def test_the_best_number_of_steps_counts_for_all_of_them():
     assert alone.metric == "relearned_after_20" and alone.returned == found.loc["relearned_after_20"].returned
     assert alone.low > found.loc["relearned_after_20"].low
     assert word(**attacks) == "hides"
-    assert list(counted({"quantized_8_bit": {"q": 1.0}, "relearned_after_best": {"q": 1.0}})) == ["quantized_8_bit"]
+    assert list(measured_attacks({"quantized_8_bit": {"q": 1.0}, "relearned_after_best": {"q": 1.0}})) == [
+        "quantized_8_bit"
+    ]
 
 
 def test_what_puts_knowledge_in_counts_only_beside_a_retrained_model():

@@ -15,6 +15,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.storage import weights_digest
 from gripmoe.training import steps
+from moe.test_families import make
 from training.test_loop import CORPORA, run
 
 EXACT = EpsNullConfig(value=1e-10, kind="relative")
@@ -98,6 +99,24 @@ def test_what_has_other_inputs_is_frozen(family):
     for key, x in inputs.items():
         torch.testing.assert_close(moe.expert_output(*key, x), before[key], atol=1e-4, rtol=1e-3)
     assert any((loose[key] - before[key]).abs().max() > 1e-2 for key in inputs), "the control"
+
+
+def test_experts_behind_a_projection_keep_what_they_computed():
+    """Of Nemotron-H, whose experts see fewer dimensions than the router."""
+    moe = make("nemotron_h", moe_latent_size=16)
+    held = ExpertNullSpace(moe, [collate(CORPORA.retain, 0)], EXACT)
+    inputs = served(moe)
+    before = {key: moe.expert_output(*key, x) for key, x in inputs.items()}
+    with torch.no_grad():
+        for layer in moe.layers:
+            for parameter in moe.expert_parameters(layer):
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    loose = {key: moe.expert_output(*key, x) for key, x in inputs.items()}
+    held.project()
+    for key, x in inputs.items():
+        size = before[key].norm()
+        assert (moe.expert_output(*key, x) - before[key]).norm() < 1e-3 * size
+        assert (loose[key] - before[key]).norm() > 0.1 * size, "the control"
 
 
 def test_its_cost_is_counted_and_timing_it_changes_no_bit(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from gripmoe.constraints.null_space import feasible_router
 from gripmoe.constraints.realignment import METHOD_A, kaczmarz_report, realign_routers
 from gripmoe.data.documents import Batch
 from gripmoe.geometry import realignment as geometry
-from gripmoe.geometry.realignment import realign_sound
+from gripmoe.geometry.realignment import HELD_OUT, realign_sound
 from gripmoe.geometry.routing import LayerRouting, jaccard, mean_stability, route, stability_by_layer
 from gripmoe.library.realign import Original
 from gripmoe.moe import MoEModel
@@ -97,7 +97,7 @@ def test_copies_of_a_document_do_not_check_a_fit_to_it(rows, monkeypatch):
 
     once, often = held_out(1), held_out(5)
     assert often == pytest.approx(once, abs=0.01)
-    monkeypatch.setattr(method_b, "_documents", lambda batch, keep: torch.arange(int(keep.sum())))
+    monkeypatch.setattr(method_b, "_documents", lambda batch, keep, _: torch.arange(int(keep.sum())))
     assert held_out(5) > once + 0.03
 
 
@@ -336,6 +336,21 @@ def test_paper_form_fits_few_tokens_and_not_others():
         if form == "paper":
             assert all(result.fit_cosine > 0.95 for result in report.values())
     assert stability["sound"] > stability["paper"] + 0.1
+
+
+@pytest.mark.parametrize("count", [9, 20, 45])
+def test_a_part_of_the_tokens_is_split_like_all_of_them(count, monkeypatch):
+    """Even if they end within the first document, or soon after it: some fit, and fewer check."""
+    original, batch, trace, *_ = setting()
+    parts = []
+
+    def split(*given, documents_N, **more):
+        parts.append(documents_N % HELD_OUT == 0)
+        return realign_sound(*given, documents_N=documents_N, **more)
+
+    monkeypatch.setattr(method_b, "realign_sound", split)
+    realign_routers(unlearned(), original.thetas(), trace, batch, form="sound", retain_tokens=count)
+    assert all(len(part) == count and 0 < part.float().mean() < 0.4 for part in parts) and parts
 
 
 def test_routers_are_refitted_in_eval_mode():

@@ -131,6 +131,14 @@ def test_corpus_errors_name_the_file(mistake, tmp_path, tokenizer):
         load_corpus(tmp_path / "c.jsonl", tokenizer, 3)
 
 
+def test_numbers_name_documents_as_their_text_does(tmp_path, tokenizer):
+    write_jsonl(tmp_path / "c.jsonl", [{"id": 7, "text": "A B"}, {"id": "8", "text": "A B"}])
+    assert [row.id for row in load_corpus(tmp_path / "c.jsonl", tokenizer, 4)] == ["7", "8"]
+    write_jsonl(tmp_path / "c.jsonl", [{"id": 7, "text": "A B"}, {"id": "7", "text": "A B"}])
+    with pytest.raises(ConfigError, match=r"each document needs an `id` of its own \(got '7'\)"):
+        load_corpus(tmp_path / "c.jsonl", tokenizer, 4)
+
+
 def test_opening_tokens_may_not_fill_a_row(tmp_path, bos_tokenizer):
     write_jsonl(tmp_path / "c.jsonl", [{"id": "x", "text": "A B C D"}])
     with pytest.raises(ConfigError, match="c.jsonl: `max_length` 1 leaves no room beside 1 opening tokens"):

@@ -12,6 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from conftest import random_batch, small_model
 from gripmoe.data.documents import collate
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel, fp8
 
 OFFSETS = torch.tensor([16, 16, 48, 64], dtype=torch.int32)  # one expert has no token
@@ -127,6 +128,12 @@ def test_it_ends_with_the_block_and_where_it_cannot_be_it_says_so(monkeypatch):
     with fp8.expert_precision(moe, "fp8_emulated"):
         assert moe.model.config._experts_implementation in ALL_EXPERTS_FUNCTIONS
     assert moe.model.config._experts_implementation == before
+    dense = MoEModel(small_model("qwen3"))
+    with (
+        pytest.raises(ConfigError, match="is of experts, and the model is dense"),
+        fp8.expert_precision(dense, "fp8_emulated"),
+    ):
+        pass
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training", None)
     with pytest.raises(ValueError, match="needs torchao: run `make gpu`"), fp8.expert_precision(moe, "fp8"):

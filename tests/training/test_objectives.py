@@ -13,6 +13,7 @@ from gripmoe.data.documents import Row, collate
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.training.objectives import EPSILON, GradientDifference, cross_entropy, make_objective, sequence_logprobs
+from moe.test_families import make
 
 SETTINGS = {
     "gd": {"alpha": 1.0},
@@ -218,6 +219,13 @@ def distance_of_two(objective, second, after, batch):
     """(tokens,) of RMU's layer, squared and averaged over d."""
     now, before = (moe.model(**batch.inputs, output_hidden_states=True).hidden_states[1] for moe in (after, second))
     return (now - before).square().mean(-1)[batch.attention_mask.bool()].mean()
+
+
+@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text"])
+def test_layers_of_several_streams_are_refused_by_rmu(family):
+    moe = make(family)
+    with pytest.raises(ConfigError, match="returns several streams of states.*take another objective"):
+        started("rmu", moe, random_batch())
 
 
 LOSSES_OF_TWO_MODELS = {

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gripmoe.attacks.base import Found, QuestionSetting, Scores, highest
@@ -70,11 +71,14 @@ def expert_probes(
 
 
 def last_states(model: MoEModel, tokenizer, questions: Sequence[dict]) -> np.ndarray:
-    """Hidden states at the last token of each prompt, (questions, L + 1, d); the first entry is the embedding."""
+    """Hidden states at the last token of each prompt, (questions, L + 1, d); the first entry is the embedding. Where
+    layers return several streams of states, d is the length of all together, and zeros fill up a shorter state."""
 
     def states(batch: Batch) -> Tensor:
         output = model.model.model(**batch.inputs, output_hidden_states=True)
-        return torch.stack([state.to(batch.input_ids.device) for state in output.hidden_states], dim=2)
+        of_layers = [state.to(batch.input_ids.device).flatten(2) for state in output.hidden_states]
+        width = max(state.shape[-1] for state in of_layers)
+        return torch.stack([F.pad(state, (0, width - state.shape[-1])) for state in of_layers], dim=2)
 
     return _at_last_tokens(model, tokenizer, questions, states)
 

@@ -67,7 +67,8 @@ class ExpertNullSpace:
         statistics = {layer: _Statistics(module, model.num_experts) for layer, module in modules.items()}
         for trace in model.traced(retain):
             for layer, seen in trace.items():
-                statistics[layer].update(seen.x_Nd, selection_mask(seen.top_k_Nk, model.num_experts))
+                x_Nl = model.expert_inputs(layer, seen.x_Nd)
+                statistics[layer].update(x_Nl, selection_mask(seen.top_k_Nk, model.num_experts))
         for layer, eps in eps_by_layer(eps_null, model.layers).items():
             for weight, of_inputs in statistics[layer].matrices():
                 bases = [each.basis(eps).columns_Edr.float() for each in of_inputs]

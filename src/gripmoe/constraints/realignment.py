@@ -52,7 +52,7 @@ def realign_routers(
     theta_post = model.thetas()
     realigned: dict[int, Realignment] = {}
     keep = counted_tokens(batch.attention_mask)
-    documents_N = _documents(batch, keep)[:retain_tokens]
+    documents_N = _documents(batch, keep, retain_tokens)
 
     def fit(layer: int, x_post_Nd: Tensor) -> None:
         rule, old, new = model.rule(layer), theta_0[layer], theta_post[layer]
@@ -83,17 +83,19 @@ def realign_routers(
     return realigned
 
 
-def _documents(batch: Batch, keep: Tensor) -> Tensor:
-    """The number of the document of each token that counts, the same for documents of the same tokens: none of them
-    checks a fit to another. With too few documents to hold one out, the place of each token in its document."""
+def _documents(batch: Batch, keep: Tensor, count: int | None) -> Tensor:
+    """The number of the document of each of the first `count` tokens that count, the same for documents of the same
+    tokens: none of them checks a fit to another. With too few documents to hold one out, the place of each token in its
+    document."""
     known: dict[tuple[int, ...], int] = {}
     numbers = [known.setdefault(ids, len(known)) for ids in documents_of(batch.input_ids, batch.attention_mask)]
     rows = torch.tensor(numbers, device=keep.device)
-    of_tokens_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep]
+    of_tokens_N = rows.repeat_interleave(batch.input_ids.shape[1])[keep][:count]
     found, documents_N = of_tokens_N.unique(return_inverse=True)  # documents without a token that counts are left out
     if len(found) >= HELD_OUT:
         return documents_N
-    return batch.attention_mask.cumsum(dim=-1).flatten().to(keep.device)[keep] - 2  # 0 for the first that counts
+    places_N = batch.attention_mask.cumsum(dim=-1).flatten().to(keep.device)[keep][:count]
+    return places_N - 2  # 0 for the first that counts
 
 
 def make_correction(

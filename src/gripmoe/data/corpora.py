@@ -69,9 +69,9 @@ def load_corpus(
     return rows[:limit]
 
 
-def _checked_names(numbered: Iterable[tuple[int, Mapping[str, Any]]], path: Path) -> set[str | int]:
+def _checked_names(numbered: Iterable[tuple[int, Mapping[str, Any]]], path: Path) -> set[str]:
     """The ids of numbered documents. Raises ConfigError for one that `load_corpus` refuses."""
-    names: set[str | int] = set()
+    names: set[str] = set()
     for line, document in numbered:
         name = document.get("id")
         for key, value in {"text": document["text"], "prompt": document.get("prompt") or ""}.items():
@@ -81,11 +81,11 @@ def _checked_names(numbered: Iterable[tuple[int, Mapping[str, Any]]], path: Path
             raise ConfigError(f"{path}: `id` is {name!r} (line {line}); give a text or a number")
         if not document["text"]:
             raise ConfigError(f"{path}: document {name!r} has no text (line {line}); remove the line, or give it one")
-        if name is None or name in names:
+        if name is None or str(name) in names:
             raise ConfigError(
                 f"{path}: each document needs an `id` of its own (got {name!r}) (line {line}); give it another"
             )
-        names.add(name)
+        names.add(str(name))
     return names
 
 
@@ -93,7 +93,7 @@ def rows_of(documents: Iterable[Mapping[str, Any]], tokenizer) -> Iterator[Row]:
     """Documents (`id`, `text`, and perhaps `prompt`), tokenized and not cut."""
     remaining = iter(documents)
     while some := list(islice(remaining, DOCUMENTS_PER_CALL)):
-        yield from encode_all(tokenizer, ((document["id"], _spans(document)) for document in some))
+        yield from encode_all(tokenizer, ((str(document["id"]), _spans(document)) for document in some))
 
 
 def _spans(document: Mapping[str, Any]) -> list[Span]:

@@ -30,12 +30,14 @@ def expert_precision(model: MoEModel, precision: Precision) -> Iterator[None]:
     """Within the block, experts compute in `precision`: "fp8" uses torchao's kernels for Hopper GPUs; "fp8_emulated"
     does the same arithmetic in the model's own dtype, on any device and slowly.
 
-    Raises ConfigError for "fp8" without a GPU or torchao, and for experts that are not fused."""
+    Raises ConfigError for "fp8" without a GPU or torchao, for a dense model, and for experts that are not fused."""
     if precision == "native":
         yield
         return
     if precision == "fp8":
         _require_kernels()
+    if not model.layers:
+        raise ConfigError(f"expert_precision {precision!r} is of experts, and the model is dense; leave it out")
     if unfused := [layer for layer in model.layers if not hasattr(model.block(layer).experts, "_apply_gate")]:
         raise ConfigError(f"expert_precision {precision!r}: experts of layers {unfused} are not fused tensors")
     before = model.model.get_experts_implementation()

@@ -182,10 +182,18 @@ class MoEModel:
     @torch.no_grad()
     def expert_output(self, layer: int, expert: int, x_Nd: Tensor) -> Tensor:
         """The output of one expert for any router inputs of its layer, selected or not, (N, d), fp32."""
-        experts = self._blocks[layer].experts
-        x_Nd = x_Nd.to(next(experts.parameters()))
-        chosen_N1 = torch.full((len(x_Nd), 1), expert, device=x_Nd.device)
-        return experts(x_Nd, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nd.dtype)).float()
+        experts, to_d = self._blocks[layer].experts, self._latent(layer, "fc2_latent_proj")
+        x_Nl = self.expert_inputs(layer, x_Nd)
+        chosen_N1 = torch.full((len(x_Nl), 1), expert, device=x_Nl.device)
+        return to_d(experts(x_Nl, chosen_N1, torch.ones_like(chosen_N1, dtype=x_Nl.dtype))).float()
+
+    def expert_inputs(self, layer: int, x_Nd: Tensor) -> Tensor:
+        """What experts get for router inputs of their layer, (N, l): the same, or a projection of Nemotron-H's block to
+        l dimensions."""
+        return self._latent(layer, "fc1_latent_proj")(x_Nd.to(next(self._blocks[layer].experts.parameters())))
+
+    def _latent(self, layer: int, name: str) -> Callable[[Tensor], Tensor]:
+        return getattr(self._blocks[layer], name, nn.Identity())
 
     def require_free(self) -> None:
         """Raises ValueError if an open handle holds the model, or `gripmoe.replay_experts` the selections of its

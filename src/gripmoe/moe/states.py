@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 
 from gripmoe.data.documents import Batch
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe.model import MoEModel
 
 
 def hidden_states(model: MoEModel, layer: int, batch: Batch) -> Tensor:
-    """Output of decoder layer `layer`, (rows, positions, d)."""
+    """Output of decoder layer `layer`, (rows, positions, d). Raises ConfigError for several streams of states."""
     with model.record_hidden(layer) as outputs:
         model.model.model(**batch.inputs)
+    if len(shape := outputs[0].shape) != 3 or shape[-1] != model.hidden_size:
+        raise ConfigError(
+            f"layer {layer} of {type(model.model).__name__} returns several streams of states, of shape "
+            f"{tuple(shape)}, and representation misdirection steers one: take another objective"
+        )
     return outputs[0]
 
 
