@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,16 @@ def test_an_unknown_world_is_one_line(command, world, monkeypatch, capsys):
     said = capsys.readouterr()
     assert said.err.startswith(f"gripmoe {command[0]}: error: world {world!r}: no world workflow/config/{world}.yaml; ")
     assert said.err.count("\n") == 1 and not said.out
+
+
+def test_code_beside_the_snakefile_is_found(tmp_path, monkeypatch, capsys):
+    shutil.copytree(CONFIG, tmp_path / "workflow" / "config")
+    row = 'mine: {constraint: "beside_the_snakefile:Near"}'
+    (tmp_path / "workflow" / "config" / "methods.yaml").write_text(row, encoding="utf-8")
+    (tmp_path / "beside_the_snakefile.py").write_text("class Near: ...", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    assert main(["status", "--world", "tiny"]) == 0, capsys.readouterr().err
 
 
 def test_the_version(capsys):

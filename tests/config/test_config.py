@@ -483,6 +483,9 @@ def test_a_method_may_have_a_constraint_of_its_own_whose_file_belongs_to_its_run
     edit(folder / "methods.yaml", lambda c: c["mine"].update(constraint="folder_constraints:Nera"))
     with pytest.raises(ConfigError, match="methods.yaml: mine.constraint: .* has no 'Nera'; did you mean 'Near'"):
         Project(folder, "tiny")
+    edit(folder / "methods.yaml", lambda c: c["mine"].update(constraint="__main__:Near"))
+    with pytest.raises(ConfigError, match="mine.constraint: no module '__main__' in the folders"):
+        Project(folder, "tiny")
 
 
 WRONG_OBJECTIVES = [

@@ -230,6 +230,55 @@ def test_a_class_of_ones_own_constrains(moe, batch):
     assert all(torch.equal(moe.theta(layer), 0.5 * before[layer]) for layer in moe.layers)
 
 
+class Named(RouterConstraint):
+    """A constraint of one's own from its attributes and methods."""
+
+    def __init__(self, **named):
+        vars(self).update(named)
+
+
+class Penalised(Named):
+    def penalty(self, marked):
+        return self.made
+
+
+@pytest.mark.parametrize(
+    "constraint, message",
+    [
+        (Penalised(), "Penalised.penalty is never called: name the kinds of passes in `watches`"),
+        (Named(collects=True), "Named collects no passes: name their kinds in `watches`"),
+        (Named(collects=True, watches=frozenset({"retain"}), every=2), "`every` is 2: set it to 1"),
+    ],
+)
+def test_attributes_that_contradict_methods_are_an_error(constraint, message, moe):
+    with pytest.raises(ValueError, match=message):
+        ConstraintHandle(moe, torch.optim.SGD(moe.model.parameters(), lr=0.1), constraint)
+
+
+@pytest.mark.parametrize("made", [None, torch.ones(2)])
+def test_a_penalty_is_one_number(made, moe, batch):
+    constraint = Penalised(made=made, watches=frozenset({"retain"}))
+    with ConstraintHandle(moe, torch.optim.SGD(moe.model.parameters(), lr=0.1), constraint) as handle:
+        with pytest.raises(ValueError, match=r"Penalised.penalty returned .*: return a tensor of shape \(\)"):
+            penalty_of(handle, batch)
+
+
+@pytest.mark.parametrize("of_gradient", [False, True])
+@pytest.mark.parametrize("made", [lambda after_Ed: None, lambda after_Ed: after_Ed.mean(0), lambda after_Ed: 0.0])
+def test_a_router_of_another_shape_is_an_error_and_leaves_the_routers(made, of_gradient, moe, batch):
+    """The control: one row would be the router of all experts."""
+    before = moe.thetas()
+    constraint = Named(
+        of_gradient=of_gradient, of_update=not of_gradient, constrain=lambda layer, _, after_Ed, seen: made(after_Ed)
+    )
+    optimizer = torch.optim.SGD(moe.model.parameters(), lr=0.1)
+    with ConstraintHandle(moe, optimizer, constraint):
+        moe.model(**batch.inputs, labels=batch.labels).loss.backward()
+        with pytest.raises(ValueError, match=r"Named.constrain returned .*: return a tensor of shape \(8, 32\)"):
+            optimizer.step()
+    assert all(torch.equal(moe.theta(layer), before[layer]) for layer in moe.layers)
+
+
 @pytest.mark.parametrize(
     "path, settings, message",
     [

@@ -293,6 +293,34 @@ def test_what_is_no_loss_is_named(tmp_path, wrong, said):
         run(tmp_path / "s.pt", objective=objective)
 
 
+class Observing(Unconstrained):
+    """A constraint of one's own that observes under a `name`, and loads only what it has kept."""
+
+    def __init__(self, name="steps_seen"):
+        self.name, self.count = name, torch.tensor(0)
+
+    def after_step(self):
+        self.count += 1
+
+    def observed(self):
+        return {self.name: self.count}
+
+    def state(self):
+        return {"count": self.count}
+
+    def load_state(self, state):
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("name", ["forget_accuracy", "step", "forget_loss", "seconds"])
+def test_a_constraint_observes_under_names_of_its_own(tmp_path, name):
+    """Or it would say when a run has forgotten."""
+    with pytest.raises(ValueError, match=f"`observed` of the constraint has '{name}', which the history has"):
+        run(tmp_path / "s.pt", constraint=Observing(name))
+    _, outcome = run(tmp_path / "t.pt", constraint=Observing())
+    assert all(type(entry["steps_seen"]) is float for entry in outcome.history[1:])
+
+
 class Broken(GradientDifference):
     """A forget loss that is no number, with a gradient that is one (`loss`), or the other way round (`gradient`)."""
 

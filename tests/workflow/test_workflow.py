@@ -328,6 +328,9 @@ class TestRun:
         weights.parent.rename(finished / "gone")
         output = snakemake("-n", "--config", f"world={world}", check=False, **only)
         assert f"others.yaml: external.graddiff: no folder {mine}; correct it, or give a hub id" in output
+        world.write_text(world.read_text().replace(str(mine), "results/mine"))  # beside what is there
+        output = snakemake("-n", "--config", f"world={world}", check=False, **only)
+        assert "others.yaml: external.graddiff: no folder results/mine; correct it, or give a hub id" in output
 
     def test_corrected_runs_follow_the_run_they_correct(self, finished):
         file = finished / "smoke.yaml"

@@ -7,7 +7,8 @@ ORIGINAL_ANSWERS = f"{RESULTS}/{{model}}/{{benchmark}}/original_answers"
 # Else a mistyped folder would count as a hub id when its job runs.
 for name, folders in PROJECT.external.items():
     for source in folders.values():
-        if not Path(source).is_dir() and not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", source):
+        is_hub_id = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@\S+)?", source) and not Path(source).parent.is_dir()
+        if not Path(source).is_dir() and not is_hub_id:
             raise WorkflowError(
                 f"{PROJECT.world_file}: external.{name}: no folder {source}; correct it, or give a hub id"
             )

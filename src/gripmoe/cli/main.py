@@ -8,6 +8,7 @@ pandas.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -108,6 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand and returns its exit code: 2, with one line on stderr, for a mistake in its input or an extra
     that is not installed; 130 after Ctrl-C. Every other error is a bug, and raised."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # for classes and functions of one's own beside the Snakefile
     try:
         if (code := run_on_server(arguments)) is not None:
             return code

@@ -99,8 +99,10 @@ def unlearn(
         _require_routers(moe, run, run_file)
         shard_experts(moe)
         if original_answers:
-            asked = f"{weights['model']} {code_fingerprint(entry_of(unlearn))}"  # outputs of other code are not reused
-            moe.originals = OriginalStore(original_answers, asked, original_memory * 1e9)
+            classes = [each.sha256 for each in (own, run.own_constraint) if each]
+            store = original_answers / "own" if classes else original_answers
+            asked = " ".join([weights["model"], code_fingerprint(entry_of(unlearn)), *classes])
+            moe.originals = OriginalStore(store, asked, original_memory * 1e9)  # outputs of other code are not reused
             if distributed.is_first():
                 moe.originals.remove_stale()
         theta_0, biases = moe.thetas(), moe.router_biases()

@@ -70,7 +70,7 @@ def _module_digest(path: str, where: str) -> str:
     module, _, name = path.partition(":")
     try:
         spec = importlib.util.find_spec(module)
-    except ModuleNotFoundError:  # of a package above it
+    except (ModuleNotFoundError, ValueError):  # of a package above it; of `__main__`, which is no file to keep
         spec = None
     if spec is None or not spec.has_location:
         raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")

@@ -39,7 +39,8 @@ class ConstraintHandle:
     loss. For all other methods these marks have no effect, so a loop may always contain them.
 
     `origin` is a checksum of what the constraint was made from; `load_state_dict` accepts only states of the same
-    origin. Raises ValueError if another handle of the model is open, or for an optimizer without step hooks. The
+    origin. Raises ValueError if another handle of the model is open, for a constraint whose attributes contradict its
+    methods, or for an optimizer without step hooks. The
     optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, if
     it gives a closure where gradients are projected, or if a router is now that of another adapter; and Diverged if a
     router would not be finite. After such an error the routers are those before the step, and the passes of the step
@@ -58,6 +59,7 @@ class ConstraintHandle:
         origin: str = "",
     ):
         optimizer = inner_optimizer(optimizer)
+        constraint.require_usable()
         if constraint.of_gradient and any(group["lr"] is None for group in optimizer.param_groups):
             raise ValueError(
                 "the method projects gradients by the learning rate, and the optimizer has none: give it `lr`"
@@ -237,6 +239,7 @@ class ConstraintHandle:
 
     def _take(self, kind: str, marked: MarkedPass) -> None:
         penalty = self.constraint.penalty(marked)
+        self.constraint.require_shape("penalty", penalty, ())
         if not math.isfinite(value := _mean(penalty)):
             raise Diverged(f"penalty {value:.3g}, not finite: take an earlier checkpoint")
         self._penalties.append(penalty)
@@ -343,7 +346,9 @@ class ConstraintHandle:
         if self._seen:  # by all processes, in all passes
             seen = LayerRouting.joined([trace[layer] for trace in self._seen]).map(distributed.gathered)
         with torch.autocast(after_Ed.device.type, enabled=False):  # a loop may step within its own
-            return self.constraint.constrain(layer, before_Ed, after_Ed, seen)
+            feasible_Ed = self.constraint.constrain(layer, before_Ed, after_Ed, seen)
+        self.constraint.require_shape("constrain", feasible_Ed, after_Ed.shape)
+        return feasible_Ed
 
     def _require_marks(self) -> None:
         """Raises RuntimeError if the loop has left out a mark, the penalty or the check in this step."""

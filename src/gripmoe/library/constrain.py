@@ -133,6 +133,8 @@ def constrain(
             bases=lambda constrained: fit_bases(constrained, moe.rules(), method),
             seed=seed,
         )
+        if type(built.constraint).constrain is not RouterConstraint.constrain and method.own_constraint:
+            check_routers(moe, stepping)
         if original is not None:
             if unwrapped(original) is moe.model:
                 raise ValueError("`original` is the model that trains: give a copy of it from before")

@@ -97,7 +97,7 @@ def kept_originals(project: Project, results: Path) -> dict[Path, float]:
     """GB of the folders in which training keeps answers of the original models."""
     pairs = dict.fromkeys((key.model, key.benchmark) for key in project.run_keys())
     folders = [results.joinpath(*pair, "original_answers") for pair in pairs]
-    return {f: sum(map(_bytes, f.iterdir())) / 1e9 for f in folders if f.exists()}
+    return {f: sum(map(_bytes, f.rglob("*"))) / 1e9 for f in folders if f.exists()}
 
 
 def _bytes(file: Path) -> int:

@@ -152,7 +152,8 @@ def unlearn(
             handle=handle,
             tokens=progress["tokens"],
         )
-        handle.load_state_dict(progress["constraint"])
+        if progress["constraint"]:
+            handle.load_state_dict(progress["constraint"])
         if average and "averages" in progress:
             average.load_state(progress["averages"])
         status, step, history = _until_met(steps, stop, progress, correct, state_file, description)
@@ -217,7 +218,10 @@ def _until_met(
             if losses is None:
                 return "diverged", step, history
             step += 1
-            seen = {**losses, "seconds": now() - started, **handle.constraint.observed()}
+            observed = {name: float(number) for name, number in handle.constraint.observed().items()}
+            if taken := observed.keys() & {*losses, "seconds", *history[0]}:
+                raise ValueError(f"`observed` of the constraint has {min(taken)!r}, which the history has: rename it")
+            seen = {**losses, "seconds": now() - started, **observed}
             sums.update(seen)
             counts.update(seen.keys())  # a constraint may observe nothing in its first steps
             bar.update()
