@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gripmoe.data.documents import Batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace
+from gripmoe.io.errors import ConfigError
 from gripmoe.moe import MoEModel
 from gripmoe.moe.modes import freeze
 
@@ -84,20 +85,20 @@ class RouterConstraint:
         """Takes back a `state`, with its tensors on the CPU. Is called after `start`, and only if there is a state."""
 
     def require_usable(self) -> None:
-        """Raises ValueError if its attributes contradict its methods."""
+        """Raises ConfigError if its attributes contradict its methods."""
         name = type(self).__name__
         if type(self).penalty is not RouterConstraint.penalty and not self.watches:
-            raise ValueError(f"{name}.penalty is never called: name the kinds of passes in `watches`")
+            raise ConfigError(f"{name}.penalty is never called: name the kinds of passes in `watches`")
         if self.collects and not self.watches:
-            raise ValueError(f"{name} collects no passes: name their kinds in `watches`")
+            raise ConfigError(f"{name} collects no passes: name their kinds in `watches`")
         if self.collects and self.every > 1:
-            raise ValueError(f"{name} collects the passes of one step, and `every` is {self.every}: set it to 1")
+            raise ConfigError(f"{name} collects the passes of one step, and `every` is {self.every}: set it to 1")
 
     def require_shape(self, method: str, made: Tensor | float, shape: tuple[int, ...]) -> None:
-        """Raises ValueError if `method` has `made` something of another shape; a number has the shape ()."""
+        """Raises ConfigError if `method` has `made` something of another shape; a number has the shape ()."""
         found = tuple(made.shape) if isinstance(made, Tensor) else () if isinstance(made, int | float) else type(made)
         if found != tuple(shape):
-            raise ValueError(
+            raise ConfigError(
                 f"{type(self).__name__}.{method} returned {found}: return a tensor of shape {tuple(shape)}"
             )
 

@@ -60,7 +60,7 @@ def made(path: str, settings: Mapping[str, Any], seed: int, where: str) -> Any:
     ConfigError, naming `where`, for a class that does not exist or takes other settings."""
     named = imported(path, where)
     signature = inspect.signature(named)
-    arguments = {**settings, **({"seed": seed} if "seed" in signature.parameters else {})}
+    arguments = {**({"seed": seed} if "seed" in signature.parameters else {}), **settings}
     try:
         signature.bind(**arguments)
     except TypeError as error:

@@ -106,12 +106,12 @@ def constrain(
     form, of routers that do not train under Method A, and of a step under `replay` in eval mode.
 
     Raises ValueError for a wrong argument, an unknown family or method, a method that is more than a constraint on
-    routers, a dense model, data without a token that counts or with tokens outside the vocabulary, missing forget data,
-    an `original` that is the model itself or another one, an optimizer that is not torch's, is schedule-free or lacks
-    the routers or the expert that trains, routers or router inputs that are not finite, offloaded routers, adapters on
-    what the method writes to, a model with another open handle or within `replay_experts`, processes whose documents
-    differ, nn.DataParallel, or a DistributedDataParallel that would not notice a change of its parameters; KeyError for
-    a batch without `input_ids`.
+    routers, a class of your own that is not found, takes other settings or cannot constrain, a dense model, data
+    without a token that counts or with tokens outside the vocabulary, missing forget data, an `original` that is the
+    model itself or another one, an optimizer that is not torch's, is schedule-free or lacks the routers or the expert
+    that trains, routers or router inputs that are not finite, offloaded routers, adapters on what the method writes to,
+    a model with another open handle or within `replay_experts`, processes whose documents differ, nn.DataParallel, or a
+    DistributedDataParallel that would not notice a change of its parameters; KeyError for a batch without `input_ids`.
     After an error, model and optimizer are unchanged.
     """
     method = checked_method(method, replay=replay, loss_bound=loss_bound, seed=seed, original=original)

@@ -220,7 +220,7 @@ def _until_met(
             step += 1
             observed = {name: float(number) for name, number in handle.constraint.observed().items()}
             if taken := observed.keys() & {*losses, "seconds", *history[0]}:
-                raise ValueError(f"`observed` of the constraint has {min(taken)!r}, which the history has: rename it")
+                raise ConfigError(f"`observed` of the constraint has {min(taken)!r}, which the history has: rename it")
             seen = {**losses, "seconds": now() - started, **observed}
             sums.update(seen)
             counts.update(seen.keys())  # a constraint may observe nothing in its first steps
