@@ -30,7 +30,7 @@ from gripmoe.config.benchmarks import Benchmark
 from gripmoe.config.methods import Method
 from gripmoe.config.project import Project
 from gripmoe.config.training import Training
-from gripmoe.config.world import load_run
+from gripmoe.config.world import OwnClass, load_run
 from gripmoe.constraints.build import build
 from gripmoe.data.corpora import in_batches, load_corpus
 from gripmoe.io.errors import ConfigError
@@ -116,6 +116,21 @@ def run_steps(
     where |= dict(zip(("basis_memory", "basis_host_memory"), bases_in, strict=True))
     unlearn(**common, **files, **where, data=root / "data", bases_file=bases)
     return read_json(folder / "checkpoint.json")
+
+
+def test_outputs_that_code_of_ones_own_has_stored_are_for_that_code_alone(prepared, tmp_path, monkeypatch):
+    """The second class is the first one, edited."""
+    plain, found = PROJECT.run("tiny_a", "wmdp_tiny", "gd", "unconstrained", 0), []
+    for digest in ("first", "second"):
+        own = OwnClass(path="gripmoe.training.objectives:KullbackLeibler", sha256=digest)
+        run = plain.model_copy(update={"own_objective": own})
+        monkeypatch.setattr(PROJECT, "run", lambda *_, run=run: run)
+        (tmp_path / digest).mkdir()
+        run_steps(prepared, "unconstrained", "kl", tmp_path / digest, original_answers=tmp_path / "store")
+        found.append({file.name for file in (tmp_path / "store" / "own").glob("*.safetensors")})
+        gc.collect()  # the run has ended
+    assert found[0] and found[1] and not found[0] & found[1]
+    assert not [*(tmp_path / "store").glob("*.safetensors")]
 
 
 def test_what_had_forgotten_before_its_first_step_is_corrected(prepared, tmp_path):
