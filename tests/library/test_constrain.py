@@ -11,6 +11,7 @@ import gripmoe
 from conftest import METHODS, random_batch, small_model
 from gripmoe.config.methods import Method, method_table
 from gripmoe.config.project import Project
+from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.build import build
 from gripmoe.constraints.null_space import fit_bases
 from gripmoe.data.corpora import Corpora
@@ -29,6 +30,28 @@ RETAIN, FORGET = [random_batch(seed=100)], [random_batch(seed=200)]
 
 def adamw(model, lr=0.05):
     return torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.1)
+
+
+class Scaling(RouterConstraint):
+    """A constraint of one's own on routers."""
+
+    def constrain(self, layer, before_Ed, after_Ed, seen):
+        return after_Ed * 0.5
+
+
+class Watching(RouterConstraint):
+    """One that leaves routers alone."""
+
+
+def test_a_class_that_writes_routers_needs_them_in_the_optimizer():
+    """The control: another class does not."""
+    model = small_model()
+    routers = {id(parameter) for parameter in MoEModel(model).router_parameters()}
+    others = torch.optim.AdamW([p for p in model.parameters() if id(p) not in routers])
+    gripmoe.constrain(model, adamw(model), RETAIN, method=Method(constraint=f"{__name__}:Scaling")).close()
+    with pytest.raises(ValueError, match="the optimizer does not hold the routers"):
+        gripmoe.constrain(model, others, RETAIN, method=Method(constraint=f"{__name__}:Scaling"))
+    gripmoe.constrain(model, others, RETAIN, method=Method(constraint=f"{__name__}:Watching")).close()
 
 
 def train(model, optimizer, handle, steps=3, retain=RETAIN):

@@ -14,8 +14,8 @@ from gripmoe.config.training import Finetuning
 from gripmoe.config.types import BetweenZeroAndOne, Fraction, Name, NonNegative, Strict, code_path
 
 TABLE = Path(__file__).with_name("methods.yaml")
-Kind = Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"]
-OWN = "module:Class"
+ConstraintKind = Literal["none", "frozen", "null_space", "router_l2", "gate_anchor", "routing_scores", "anchor"]
+OWN = "module:Class"  # stands for a constraint of one's own
 AXES = {  # which axes have an effect in a row that has these words
     "constraint": {"experts", "replay", "correction", "training"},
     "experts: null_space": {"eps_null"},
@@ -56,16 +56,16 @@ class UndoConfig(Finetuning):
 
 
 def _kind_or_path(value: str) -> str:
-    kinds = get_args(Kind)
+    kinds = get_args(ConstraintKind)
     if ":" not in value and value not in kinds:
         raise ValueError(f"give one of {', '.join(kinds)}, or a class of your own, `my_file:MyConstraint`")
     return value if value in kinds else code_path(value)
 
 
-OwnOrKind = Annotated[
+ConstraintName = Annotated[
     str,
     AfterValidator(_kind_or_path),
-    WithJsonSchema({"anyOf": [{"enum": list(get_args(Kind))}, {"const": OWN}]}),
+    WithJsonSchema({"anyOf": [{"enum": list(get_args(ConstraintKind))}, {"const": OWN}]}),
 ]
 
 
@@ -73,7 +73,7 @@ class Method(Strict):
     """Independent axes, which methods.yaml explains; a row of it is one point in their space."""
 
     baseline: Literal["original", "retrained", "erase_words", "remove_experts", "external"] | None = None
-    constraint: OwnOrKind | None = None
+    constraint: ConstraintName | None = None
     # An empty one is not written to run.yaml.
     settings: dict[str, int | float] = Field({}, exclude_if=lambda settings: not settings)
     experts: Literal["all", "top_attributed", "null_space"] = "all"

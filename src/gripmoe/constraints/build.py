@@ -16,7 +16,7 @@ from gripmoe.constraints.null_space import constrained_trace, null_space_of
 from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import RoutingTrace
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.imports import made
+from gripmoe.io.imports import make_object
 from gripmoe.moe import MoEModel
 
 
@@ -67,7 +67,7 @@ def build(
 
 
 def _own(path: str, settings: Mapping[str, Any], seed: int) -> RouterConstraint:
-    constraint = made(path, settings, seed, f"constraint {path!r}")
+    constraint = make_object(path, settings, seed, f"constraint {path!r}")
     if not isinstance(constraint, RouterConstraint):
         raise ConfigError(
             f"constraint {path!r} is no RouterConstraint; derive its class from "

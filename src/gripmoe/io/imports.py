@@ -55,7 +55,7 @@ def imported(path: str, where: str) -> Any:
     return getattr(found, name)
 
 
-def made(path: str, settings: Mapping[str, Any], seed: int, where: str) -> Any:
+def make_object(path: str, settings: Mapping[str, Any], seed: int, where: str) -> Any:
     """Makes an object of the class "module:Class" from its settings and, if the class takes one, the seed. Raises
     ConfigError, naming `where`, for a class that does not exist or takes other settings."""
     named = imported(path, where)

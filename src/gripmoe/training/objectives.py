@@ -30,7 +30,7 @@ from gripmoe.constraints.original import OriginalCache
 from gripmoe.data.documents import IGNORED, Batch
 from gripmoe.io import distributed
 from gripmoe.io.errors import ConfigError
-from gripmoe.io.imports import made
+from gripmoe.io.imports import make_object
 from gripmoe.moe import MoEModel
 from gripmoe.moe.families import logits_of
 from gripmoe.moe.states import final_hidden_states, hidden_states
@@ -195,7 +195,9 @@ def make_objective(name: str, settings: dict, seed: int) -> Objective:
     one, the seed. Raises ConfigError for an unknown name, class or setting, and for a class that is no objective."""
     if name not in OBJECTIVES and ":" not in name:
         raise ConfigError(f"unknown objective {name!r}; one of {', '.join(OBJECTIVES)}, or module:Class")
-    objective = made(OBJECTIVES[name].path if name in OBJECTIVES else name, settings, seed, f"objective {name!r}")
+    objective = make_object(
+        OBJECTIVES[name].path if name in OBJECTIVES else name, settings, seed, f"objective {name!r}"
+    )
     if lacking := [each for each in INTERFACE if not hasattr(objective, each)]:
         raise ConfigError(
             f"objective {name!r} has no {', '.join(map(repr, lacking))}; derive its class from "
