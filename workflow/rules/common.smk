@@ -38,6 +38,8 @@ if config and "world" not in config:  # `--config` replaces the whole `config` o
     raise WorkflowError(
         f"--config {' '.join(config)}: name the world too, as `--config world=paper {[*config][0]}=...`"
     )
+if not config.get("world", "tiny"):
+    raise WorkflowError("--config world=: give the name of a world, such as tiny")
 try:
     PROJECT = Project(CONFIG, str(config.get("world", "tiny")))
 except ConfigError as error:
