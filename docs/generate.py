@@ -168,11 +168,11 @@ def _kind(schema: dict) -> str:
 
 def comments_of(shown: type) -> dict[str, str]:
     """The comment of each field of a class: in its line, or in the lines above; for methods the legend of the table."""
-    found = _legend() if shown is methods.Method else {}
+    found = {}
     for part in reversed(shown.__mro__):
         if part is not types.Strict and isinstance(part, type(types.Strict)) and part.__module__.startswith("gripmoe"):
             found |= dict(_comments(inspect.getsource(part)))
-    return found
+    return found | (_legend() if shown is methods.Method else {})
 
 
 def _comments(source: str) -> Iterator[tuple[str, str]]:

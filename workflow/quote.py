@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
-from shared import ROOT
+from shared import ROOT, under_every_objective
 from transformers import AutoConfig
 
 from gripmoe.config.world import NO_OBJECTIVE
@@ -24,13 +24,12 @@ from gripmoe.reporting.claims import DECIDED, load_claims, value_and_interval
 from gripmoe.reporting.erasure import depth_scores
 from gripmoe.reporting.erasure_goals import goals
 from gripmoe.reporting.runs import KEYS, load_histories, load_runs, of_kind
-from gripmoe.reporting.tables import fixed
+from gripmoe.reporting.tables import MISSING, fixed
 from gripmoe.reporting.uncertainty import units_of_table
 
 RECORD = ROOT / "docs" / "record"
 QUOTES = ROOT / "docs" / "quotes.yaml"
-SLOT, NUMBER = "{}", r"[-+]?\d+(?:,\d{3})*(?:\.\d+)?"
-ABSENT = "–"
+SLOT, NUMBER = "{}", r"[-+]?\d+(?:\.\d+)?"
 BASE_MODEL = ROOT / "src" / "gripmoe" / "worlds" / "shipped" / "tiny_a"
 COUNTS = ("runs", "forgot", "missed")
 OF_HUNDRED = ("verbmem", "knowmem_forget", "knowmem_retain", "privleak")
@@ -76,10 +75,8 @@ def mean_of(record: str, objective: str, method: str, metric: str) -> float:
 
 def least_of(record: str, metric: str) -> float:
     """The least mean of a method that was measured under all objectives."""
-    runs = of_kind(runs_of(record), "letters")
-    unlearned = runs[runs.objective != NO_OBJECTIVE]
-    objectives = unlearned.groupby("method").objective.nunique()
-    methods = objectives.index[objectives == objectives.max()]
+    runs = under_every_objective(of_kind(runs_of(record), "letters"))
+    methods = runs[runs.objective != NO_OBJECTIVE].method.unique()
     return min(mean_of(record, "all", method, metric) for method in methods)
 
 
@@ -204,7 +201,7 @@ def with_table(page: str, heading: str, record: str, objective: str, columns: di
         if label not in labels:
             raise ValueError(f"{QUOTES.name}: the record has no method {label!r}, which a table names")
         cells = [mean_of(record, objective, labels[label], metric) for metric in columns.values()]
-        return [ABSENT if pd.isna(cell) else fixed(cell, 2) for cell in cells]
+        return [MISSING if pd.isna(cell) else fixed(cell, 2) for cell in cells]
 
     return with_rows(page, heading, columns, row_of)
 
@@ -219,8 +216,8 @@ def with_models(page: str, heading: str, record: str, columns: dict[str, str]) -
         asked = measures.removeprefix("retrained ").split(", ")
         whole = {name for name in asked if name in (*OF_HUNDRED, "cpu_seconds")}
         values = {name: scores[name].get(row) for name in asked}
-        known = [ABSENT if pd.isna(v) else fixed(v, 0 if name in whole else 2) for name, v in values.items()]
-        return ", ".join(dict.fromkeys(known) if ABSENT in known else known)
+        known = [MISSING if pd.isna(v) else fixed(v, 0 if name in whole else 2) for name, v in values.items()]
+        return ", ".join(dict.fromkeys(known) if MISSING in known else known)
 
     def row_of(model: str) -> list[str]:
         return [cell_of(model.strip("`"), measures) for measures in columns.values()]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
-from shared import CONFIG, ROOT
+from shared import CONFIG, ROOT, under_every_objective
 
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.project import Project
@@ -29,7 +29,7 @@ from gripmoe.reporting.attacks import attack_matrix, forcing_vulnerability
 from gripmoe.reporting.claims import claims_table, load_claims, replication_table
 from gripmoe.reporting.collect import base_models, computed_with, with_shares
 from gripmoe.reporting.comparison import comparison, marks_of
-from gripmoe.reporting.erasure import ATTACKS, HARMLESS, attack_quality, harmless
+from gripmoe.reporting.erasure import ATTACK_METRICS, HARMLESS, attack_quality, harmless
 from gripmoe.reporting.erasure_goals import MEASURED, erasure_frontier, goals, goals_table
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer, save_picture
 from gripmoe.reporting.overview import overview
@@ -89,7 +89,7 @@ OF_ERASURE = (
     "tiny_erasure_objectives",
 )
 OF_ABLATIONS = ("threshold_sensitivity", "per_band_threshold", "constraint_ablation", "factorial", "constraint_surface")
-WORLDS = {
+WORLDS_OF_TABLE = {
     "router_rate": ("record_rates", "tiny_wide"),
     "seuf_comparison": ("tiny_shared",),
     "dense_baseline": ("tiny_dense",),
@@ -98,7 +98,7 @@ WORLDS = {
     "erasure_goals": OF_ERASURE,
     "attack_quality": ("tiny_erasure",),
 }
-OF_ATTACKS = {"attack_quality": attack_quality, "erasure_goals": goals_table}  # tables without a specification
+WITHOUT_SPECIFICATION = {"attack_quality": attack_quality, "erasure_goals": goals_table}
 ITEMS = TABLES[1:]
 OF_MANY_MODELS, OF_ONE_MODEL = ("record_main", "record_matched", "record_replication"), ("tiny", "tiny_all")
 OF_CLAIMS = (*OF_MANY_MODELS, *OF_ONE_MODEL, "record_rates", "record", "record_muse", "tiny_erasure")
@@ -115,7 +115,7 @@ class Record:
         self.paths = paths
         runs = with_shares(joined([load_runs(path, kind=None) for path in paths]))
         self.runs = runs[
-            runs.metric.isin(_shown()) | runs.metric.str.match("(routing_stability|accepted|read_above)_layer_")
+            runs.metric.isin(_kept_metrics()) | runs.metric.str.match("(routing_stability|accepted|read_above)_layer_")
         ]
         self.answers = {kind: self._items("answers", partial(load_answers, kind=kind)) for kind in ("letters", "news")}
         self.attacks = self._items("attacks", load_attacks)
@@ -140,7 +140,7 @@ class Record:
         """The runs that a table shows. Ablations have tables of their own."""
         news = name.startswith("muse")
         of_letters = (*self.main_worlds, "record") if name in OF_ABLATIONS else self.main_worlds
-        worlds = WORLDS.get(name, ("record_muse",) if news else of_letters)
+        worlds = WORLDS_OF_TABLE.get(name, ("record_muse",) if news else of_letters)
         return of_kind(self.of_worlds(*worlds), "news" if news else "letters")
 
     def table(self, name: str) -> Table | None:
@@ -149,25 +149,19 @@ class Record:
         kind, runs = "news" if news else "letters", self.of_table(name)
         if runs.empty:
             return None
-        if name in WORLDS and not set(runs.set_index(["model", "benchmark"]).index) - COMPARED_WITH:
+        if name in WORLDS_OF_TABLE and not set(runs.set_index(["model", "benchmark"]).index) - COMPARED_WITH:
             return None  # nothing but the runs to compare with
         if name.endswith("paired_tests"):
             answers = self.answers[kind]
             return None if answers is None or answers.empty else paired_table(answers, runs)
         if name.endswith("attack_matrix"):
             return None if news and self.attacks is None else attack_matrix(runs, self.attacks, name)
-        return OF_ATTACKS[name](runs) if name in OF_ATTACKS else comparison(runs, name)
+        return WITHOUT_SPECIFICATION[name](runs) if name in WITHOUT_SPECIFICATION else comparison(runs, name)
 
 
 @cache
 def run_keys(world: str) -> list[tuple]:
     return list(Project(CONFIG, world).run_keys())
-
-
-def under_every_objective(runs: pd.DataFrame) -> pd.DataFrame:
-    """Without the methods that were measured under some objectives alone."""
-    objectives = runs[runs.objective != NO_OBJECTIVE].groupby("method").objective.nunique()
-    return runs[~runs.method.isin(objectives.index[objectives < objectives.max()])]
 
 
 def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
@@ -180,13 +174,13 @@ def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(kept)
 
 
-def _shown() -> set[str]:
+def _kept_metrics() -> set[str]:
     named = [name for name in SHOWN if name in specifications()]
-    judged = (*ATTACKS, "restored_experts_worst_layer")
+    judged = (*ATTACK_METRICS, "restored_experts_worst_layer")
     of_changed = {harmless(attack, change) for attack in judged for change in HARMLESS}
-    return OF_MARKS | MEASURED | set(ATTACKS) | of_changed | {claim.metric for claim in load_claims().values()} | {
-        metric for name in named for metric in specification(name)["measured"]
-    }  # fmt: skip
+    of_tables = {metric for name in named for metric in specification(name)["measured"]}
+    of_claims = {claim.metric for claim in load_claims().values()}
+    return OF_MARKS | MEASURED | {*ATTACK_METRICS} | of_changed | of_claims | of_tables
 
 
 def measured_only(table: Table) -> Table | None:
@@ -318,16 +312,10 @@ def main() -> None:
     tidy = pd.concat([intervals(measured.of_table(name), name) for name in ("main_results", "muse_results")])
     if not tidy.empty:
         write_text(args.output / "main_results.csv", tidy.to_csv(index=False, float_format="%.4g"))
-    found = {description(name, ROOT / "notebooks")[0]: measured.table(name) for name in SHOWN}
-    shown = {heading: table for heading, each in found.items() if each and (table := measured_only(each))}
-    legend = "\n".join(f"- {entry}" for entry in shared_legend([*shown.values()])).replace("*", "\\*")
-    parts = ["# Tables of the record\n", *[f"Headings and signs of several tables:\n\n{legend}\n"] * bool(legend)]
-    parts += [f"## {heading}\n\n{as_markdown(table)}" for heading, table in shown.items()]
     statements = statements_of(measured, Record([args.before]) if args.before else None)
     if statements:
         write_text(args.output / "claims.csv", statements.data.to_csv(index=False, float_format="%.4g"))
-        parts.append(f"## Statements\n\n{as_markdown(statements)}")
-    write_text(args.output / "tables.md", "\n".join(parts))
+    write_text(args.output / "tables.md", page_of_tables(measured, statements))
     if args.output.resolve() == OUTPUT:
         draw_pictures(measured)
     is_kept = args.output.resolve().is_relative_to(OUTPUT)  # a record elsewhere leaves the pictures of the pages alone
@@ -337,6 +325,17 @@ def main() -> None:
         if is_kept and is_whole:
             draw({picture: erasure_frontier(goals(erasure))})
     print(f"{len(runs[KEYS].drop_duplicates())} runs, {len(runs)} numbers in {args.output}")
+
+
+def page_of_tables(record: Record, statements: Table | None) -> str:
+    """The tables in which something was measured, below a legend, and the statements."""
+    found = {description(name, ROOT / "notebooks")[0]: record.table(name) for name in SHOWN}
+    shown = {heading: table for heading, each in found.items() if each and (table := measured_only(each))}
+    legend = "\n".join(f"- {entry}" for entry in shared_legend([*shown.values()])).replace("*", "\\*")
+    parts = ["# Tables of the record\n", *[f"Headings and signs of several tables:\n\n{legend}\n"] * bool(legend)]
+    parts += [f"## {heading}\n\n{as_markdown(table)}" for heading, table in shown.items()]
+    parts += [f"## Statements\n\n{as_markdown(statements)}"] if statements else []
+    return "\n".join(parts)
 
 
 def statements_of(record: Record, before: Record | None) -> Table | None:

@@ -5,10 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pandas as pd
+
 from gripmoe.cli.main import main
+from gripmoe.config.world import NO_OBJECTIVE
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "workflow" / "config"
+
+
+def under_every_objective(runs: pd.DataFrame) -> pd.DataFrame:
+    """Without the methods that were measured under some objectives alone."""
+    objectives = runs[runs.objective != NO_OBJECTIVE].groupby("method").objective.nunique()
+    return runs[~runs.method.isin(objectives.index[objectives < objectives.max()])]
 
 
 def command(name: str, *arguments: object, **flags: object) -> None:

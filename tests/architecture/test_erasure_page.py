@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy.stats import ttest_1samp
 
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores, harmless
+from gripmoe.reporting.erasure import ATTACK_METRICS, attack_quality, depth_scores, harmless
 from gripmoe.reporting.erasure_goals import GOALS, goals, meets
 from gripmoe.reporting.runs import KEYS, load_runs
 from gripmoe.reporting.uncertainty import holm
@@ -54,12 +54,12 @@ HELD_OUT = load_runs(ROOT / "docs" / "record" / "erasure" / "held_out" / "runs.c
 
 
 def strongest_attacks(runs: pd.DataFrame) -> pd.DataFrame:
-    """A row per attacked run but the originals: forget and retain accuracy, tokens of training, the attack of ATTACKS
+    """A row per attacked run but the originals: forget and retain accuracy, tokens of training, the attack
     that returns most beyond what it returns of the retrained model of the same base model, and that `excess` in forget
     accuracy. The control is a retrained model beside the retrained models of other base models of its benchmark: its
     excess is luck, the largest of many noisy differences."""
     wide = runs.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
-    attacks = [name for name in ATTACKS if name in wide]
+    attacks = [name for name in ATTACK_METRICS if name in wide]
     retrained = wide[wide.method == "retrained"]
     rows = []
     for run in wide[wide.method != "original"].to_dict("records"):
@@ -129,7 +129,7 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     layers = [(wide[name] - never).restored_experts_worst_layer for name in methods]
     assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
     under = (wide[methods[0]] - never).relearned_after_20
-    others = [name for name in ATTACKS if name in never and name != "relearned_after_20"]
+    others = [name for name in ATTACK_METRICS if name in never and name != "relearned_after_20"]
     assert "So the mean excess is negative under the 13 attacks other than 20 steps on" in TEXT and len(others) == 13
     assert (wide[methods[0]] - never)[others].mean().max() < 0 < under.mean()
     flipped = [abs(under - 0.05) @ signs / len(under) for signs in product([1, -1], repeat=len(under))]
@@ -342,7 +342,7 @@ def with_interval(values):
 
 
 def test_what_averages_of_the_weights_change_is_the_records():
-    asked = [name for name in ATTACKS if name in set(AVERAGED.metric)]
+    asked = [name for name in ATTACK_METRICS if name in set(AVERAGED.metric)]
     assert len(asked) == 14 and len(rows("Averaged weights")) == 2
     p_values = []
     for label, *shown in rows("Averaged weights"):
@@ -418,7 +418,7 @@ def test_the_table_of_attacks_is_the_records():
 def test_what_harmless_finetuning_does_is_the_records():
     wide = RUNS.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
     wide = wide[~wide.method.isin(["original", "retrained"])]
-    raised = {name: wide[harmless(name, "finetuned")] - wide[name] for name in ATTACKS if name in wide}
+    raised = {name: wide[harmless(name, "finetuned")] - wide[name] for name in ATTACK_METRICS if name in wide}
     assert len(raised) == 14 and sum(change.mean() > 0.02 for change in raised.values()) > 7
     assert f"in single runs by up to {max(change.max() for change in raised.values()):.2f}." in TEXT
     low_rank = wide[wide.objective == "rmu"].relearned_lora_after_20.min()
@@ -445,7 +445,7 @@ def test_what_is_left_of_the_attacked_anchor_is_the_records():
     assert f"`anchored_adversary` under unlikelihood {told}" in TEXT
     others = [
         name
-        for name in ATTACKS
+        for name in ATTACK_METRICS
         if name in wide and not name.startswith(("relearned_after", "relearned_lora", "relearned_routers"))
     ]
     assert f"{(ours[others] - retrained[others]).max().max():.2f}" == "0.05"

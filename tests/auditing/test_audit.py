@@ -17,7 +17,7 @@ import gripmoe
 from conftest import small_model
 from gripmoe.auditing import run as auditing
 from gripmoe.auditing.inputs import OF_OTHER_FACTS
-from gripmoe.auditing.plan import ATTACKS, plan_of
+from gripmoe.auditing.plan import ATTACK_GROUPS, plan_of
 from gripmoe.cli.attack import attack
 from gripmoe.cli.evaluate import evaluate
 from gripmoe.cli.main import main
@@ -222,7 +222,7 @@ def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
 
 def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files, tmp_path, monkeypatch):
     broken = {"quantisation"}
-    made = noted([*ATTACKS["forcing"], *ATTACKS["quantisation"]], monkeypatch, broken)
+    made = noted([*ATTACK_GROUPS["forcing"], *ATTACK_GROUPS["quantisation"]], monkeypatch, broken)
     given = dict(**files, attacks=QUICK, output=tmp_path / "audit")
     with pytest.raises(KeyboardInterrupt):
         gripmoe.audit(pair / "original", pair / "unlearned", **given)
@@ -246,7 +246,7 @@ def test_weights_of_another_dtype_are_refused_where_the_configuration_names_none
 
 
 def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, tmp_path, monkeypatch, capsys):
-    made = noted([*ATTACKS["forcing"], "relearning from retain documents"], monkeypatch)
+    made = noted([*ATTACK_GROUPS["forcing"], "relearning from retain documents"], monkeypatch)
     given = dict(**files, attacks=["forcing", "relearning"], output=tmp_path / "audit")
     two = (pair / "original", pair / "unlearned")
     gripmoe.audit(*two, **given, relearning={"steps": [1]})
@@ -260,7 +260,7 @@ def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, 
 
 def test_texts_that_are_added_keep_what_does_not_read_them(pair, files, tmp_path, monkeypatch):
     """The control: other questions."""
-    names = ["accuracy", "changes", "routing", *ATTACKS["forcing"], *ATTACKS["quantisation"]]
+    names = ["accuracy", "changes", "routing", *ATTACK_GROUPS["forcing"], *ATTACK_GROUPS["quantisation"]]
     made = noted(names, monkeypatch)
     two, given = (pair / "original", pair / "unlearned"), dict(**files, attacks=QUICK, output=tmp_path / "audit")
     gripmoe.audit(*two, **{name: value for name, value in given.items() if name != "retain_text"})

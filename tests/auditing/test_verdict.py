@@ -10,7 +10,7 @@ from scipy import stats
 
 from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS
 from gripmoe.auditing.verdict import (
-    ATTACKS,
+    JUDGED_METRICS,
     NOT_DECIDED,
     NOTHING_FOUND,
     guessing,
@@ -50,7 +50,11 @@ def word(*not_made, **given):
 
 
 def test_attacks_are_those_of_the_package():
-    assert FURTHER_OF_LETTERS.keys() < {row["attack"] for row in ATTACKS.values()} <= {*OF_LETTERS, *FURTHER_OF_LETTERS}
+    assert (
+        FURTHER_OF_LETTERS.keys()
+        < {row["attack"] for row in JUDGED_METRICS.values()}
+        <= {*OF_LETTERS, *FURTHER_OF_LETTERS}
+    )
 
 
 def test_the_four_words():

@@ -33,7 +33,7 @@ def test_news_need_the_leakage_of_a_retrained_model(tmp_path, monkeypatch):
 
     write_json(tmp_path / "model.json", {"verbmem": 20.0})
     for retrained, named in ((None, "--retrained: "), (tmp_path / "model.json", "model.json: ")):
-        with pytest.raises(ConfigError, match=f"{named}auc_min_40 of the retain-only model is needed.*; name one"):
+        with pytest.raises(ConfigError, match=f"{named}auc_min_40 of the retrained model is needed.*; name one"):
             evaluate("muse_tiny", retrained)
     write_json(tmp_path / "model.json", {"auc_min_40": 0.5})
     for benchmark, retrained in (("muse_tiny", tmp_path / "model.json"), ("wmdp_tiny", None)):

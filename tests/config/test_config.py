@@ -110,6 +110,9 @@ def test_news_goes_with_the_models_finetuned_on_it(folder):
     (folder / "none.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, muse_tiny]\n")
     with pytest.raises(ConfigError, match="none of the models is for 'muse_tiny'; news needs one with `source: finetu"):
         Project(folder, "none")
+    (folder / "other.yaml").write_text("extends: tiny\nbenchmarks: [wmdp_tiny, wmdp_tiny_1]\n")
+    with pytest.raises(ConfigError, match="for 'wmdp_tiny_1'; its facts need a base model of the same `world_seed`"):
+        Project(folder, "other")
     edit(folder / "models.yaml", lambda c: c["tiny_news_a"].update(benchmark="wmdp_tiny"))
     with pytest.raises(ConfigError, match="tiny_news_a.benchmark: 'wmdp_tiny' has no articles to finetune on"):
         Project(folder, "both")

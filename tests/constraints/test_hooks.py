@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gripmoe
 from conftest import METHODS, random_batch, small_model
 from gripmoe.config.methods import EpsNullConfig, Method, method_table
+from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.hooks import ConstraintHandle
 from gripmoe.constraints.null_space import NullSpacePaper
 from gripmoe.data.documents import collate_inputs
@@ -1180,3 +1181,24 @@ def test_what_a_handle_is_told_to_undo_is_undone_once():
         assert done == []
     handle.close()
     assert done == [1, 0]
+
+
+class Counting(RouterConstraint):
+    """Keeps a number, or nothing."""
+
+    def __init__(self, number=None):
+        self.number, self.loaded = number, []
+
+    def state(self):
+        return {} if self.number is None else {"number": self.number}
+
+    def load_state(self, state):
+        self.loaded.append(state["number"])
+
+
+@pytest.mark.parametrize("number, loaded", [(None, []), (3, [3])])
+def test_a_constraint_gets_its_state_back_if_it_has_one(number, loaded):
+    model = small_model()
+    with ConstraintHandle(MoEModel(model), adamw(model), Counting(number)) as handle:
+        handle.load_state_dict(handle.state_dict())
+    assert handle.constraint.loaded == loaded

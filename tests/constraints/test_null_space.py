@@ -473,6 +473,9 @@ def test_the_history_counts_rows_that_are_shrunk(basis, monkeypatch):
         with gripmoe.constrain(moe.model, optimizer, [random_batch(rows=64, seed=3)], method=method) as handle:
             train(moe.model, optimizer, handle, steps=1)
             counted[max_rounds] = handle.constraint.observed()["rows_shrunk"]
+            saved, handle.constraint._shrunk = handle.state_dict(), {}
+            handle.load_state_dict(saved)
+            assert handle.constraint.observed()["rows_shrunk"] == counted[max_rounds], "resumed between two projections"
     assert counted[1] > 0 == counted[1000]
 
 

@@ -41,7 +41,7 @@ def test_what_lies_on_disk_is_what_lay_in_memory(tmp_path, asked):
     hidden["attention_mask"][1] = 0
     for inputs in (*(batch.inputs for batch in DOCUMENTS), hidden):
         assert torch.equal(disk.of(**inputs), memory.of(**inputs)) and memory.of(**inputs).abs().sum() > 0
-    with pytest.raises(KeyError, match="no original answer for a document"):
+    with pytest.raises(KeyError, match="no original output for a document"):
         disk.of(**random_batch(seed=9).inputs)
 
 
@@ -129,7 +129,7 @@ def test_what_fits_into_memory_stays_there(tmp_path, asked):
     tokens = sum(int(batch.attention_mask.sum()) for batch in DOCUMENTS)
     size = tokens * 32 * 4
     for memory, files in ((size, 0), (size - 1, 1)):
-        OriginalCache(OriginalStore(tmp_path, "a", memory)).fill(DOCUMENTS, asked[1])
+        OriginalCache(OriginalStore(tmp_path, "a", memory)).fill(DOCUMENTS, asked[1], "states")
         assert len(files_in(tmp_path)) == files
 
 

@@ -155,7 +155,8 @@ def test_the_reference_has_every_key(generate):
         }
     assert generate["comments_of"](training.Training)["gradient_accumulation"] == "passes of a step"
     assert generate["comments_of"](world.World)["external"].startswith("Models that others have unlearned, by the")
-    assert generate["comments_of"](methods.Method).keys() == methods.Method.model_fields.keys()
+    comments = generate["comments_of"](methods.Method)
+    assert comments.keys() == methods.Method.model_fields.keys() and "arguments of that class" in comments["settings"]
 
 
 def test_the_reference_has_every_command_and_public_name(generate):

@@ -602,7 +602,7 @@ def test_a_second_model_answers_what_a_cache_would_and_about_documents_that_nobo
                 model(**listed.inputs)
             penalties[kind] = handle.penalty().item()
             if kind == "kept":
-                with pytest.raises(KeyError, match="no original answer for a document"), handle.retain():
+                with pytest.raises(KeyError, match="no original output for a document"), handle.retain():
                     model(**unlisted.inputs)
             else:
                 with handle.retain():

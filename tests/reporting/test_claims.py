@@ -19,10 +19,10 @@ from gripmoe.reporting.claims import (
     PAIRED_BY,
     VERDICTS,
     Claim,
+    all_verdicts,
     claims_table,
     differences,
     judge,
-    judged,
     load_claims,
     primary_claims,
     replication_table,
@@ -179,7 +179,7 @@ def test_how_many_runs_would_decide_a_claim():
         decided += mean > 0 and drawn.mean() > stats.t.ppf(0.975, needed - 1) * drawn.sem()
     assert 0.7 < decided / 200 < 0.9, "with the probability that is told"
     assert units_to_decide(closer, stated(margin=0.195)) is None, "nearer to the margin than 100 runs resolve"
-    told = judged(runs(unconstrained=[0.3, 0.7, 0.4])).set_index("claim").to_decide
+    told = all_verdicts(runs(unconstrained=[0.3, 0.7, 0.4])).set_index("claim").to_decide
     assert told["routing_collapses"].startswith(("about", "> 100")) and told["b_above_a"] == (
         "runs of ptc_paper and expert_specific_paper"
     )
@@ -338,11 +338,11 @@ def test_the_shown_interval_is_that_of_the_verdict():
 def test_the_primary_claims_are_a_family_of_all_that_were_named(monkeypatch):
     """An effect that 0.05 would let through is undecided, also while no other claim of the family has been measured."""
     data = runs(unconstrained=[0.42, 0.44, 0.46])
-    found = judged(data).set_index("claim").loc["routing_collapses"]
+    found = all_verdicts(data).set_index("claim").loc["routing_collapses"]
     assert found.primary and found.level == pytest.approx(0.05 / len(primary_claims()))
     assert found.level < found.p < 0.05 and found.verdict == "undecided" and found.high > 0
     assert found.to_decide.startswith("about ") and found.to_decide.endswith(" runs")
-    clear = judged(runs(unconstrained=[0.1, 0.101, 0.102])).set_index("claim").loc["routing_collapses"]
+    clear = all_verdicts(runs(unconstrained=[0.1, 0.101, 0.102])).set_index("claim").loc["routing_collapses"]
     assert clear.verdict == "holds"
     changed = load_claims()
     changed["routing_collapses"] = changed["routing_collapses"].model_copy(update={"right": 0.6})
@@ -379,8 +379,8 @@ def test_a_claim_of_one_family_is_judged_there_alone():
     own = {name for name, claim in load_claims().items() if claim.only_in == "wide"}
     assert own and own < set(primary_claims("wide"))
     data = on_models(a=0.1)
-    assert own.isdisjoint(judged(data).claim) and own < set(judged(data, "wide").claim)
-    assert set(judged(data, "wide").query("primary").claim) == set(primary_claims("wide"))
+    assert own.isdisjoint(all_verdicts(data).claim) and own < set(all_verdicts(data, "wide").claim)
+    assert set(all_verdicts(data, "wide").query("primary").claim) == set(primary_claims("wide"))
 
 
 def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_the_claim():
@@ -396,11 +396,11 @@ def test_of_several_parts_an_undecided_one_shows_its_interval_at_the_level_of_th
 
 def test_what_would_decide_a_claim_that_was_not_measured():
     data = runs(unconstrained=[0.3, 0.7, 0.4])
-    told = judged(data).set_index("claim").to_decide
+    told = all_verdicts(data).set_index("claim").to_decide
     assert (
         told["drift_caps_a"] == "runs of expert_specific" and told["muse_routing_collapses"] == "runs of unconstrained"
     )
     apart = runs(expert_specific_paper=[0.6] * 3).assign(model="tiny_b")
-    assert judged(pd.concat([data, apart])).set_index("claim").to_decide["a_above_none"] == (
+    assert all_verdicts(pd.concat([data, apart])).set_index("claim").to_decide["a_above_none"] == (
         "runs of both on one base model"
     )

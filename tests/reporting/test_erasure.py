@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from gripmoe.config.world import NO_OBJECTIVE
-from gripmoe.reporting.erasure import ATTACKS, attack_quality, depth_scores
+from gripmoe.reporting.erasure import ATTACK_METRICS, attack_quality, depth_scores
 from gripmoe.reporting.runs import KEYS
 
 
@@ -30,7 +30,7 @@ TABLE = runs(
 
 
 def test_attacks_that_put_original_experts_back_do_not_count():
-    assert not [name for name in ATTACKS if name.startswith("restored_experts")]
+    assert not [name for name in ATTACK_METRICS if name.startswith("restored_experts")]
 
 
 def test_an_attack_is_worth_what_tells_models_that_know_from_models_that_never_knew():

@@ -8,7 +8,7 @@ from test_page import tables_of
 
 from gripmoe.cli.main import main
 from gripmoe.io.files import write_jsonl
-from gripmoe.reporting.claims import VERDICTS, judged
+from gripmoe.reporting.claims import VERDICTS, all_verdicts
 from gripmoe.reporting.explorer import LONGEST_TEXT, charts, verdicts
 from gripmoe.reporting.runs import COLUMNS, HISTORY_COLUMNS, KEYS
 
@@ -106,7 +106,7 @@ def test_benchmarks_have_charts_of_their_own(gathered):
 
 def test_the_verdicts_are_the_claims_that_were_measured(gathered):
     runs = pd.read_csv(gathered / "runs_w.csv")
-    said, claims = verdicts(runs), judged(runs)
+    said, claims = verdicts(runs), all_verdicts(runs)
     counts = claims.verdict.value_counts().drop("not measured")
     assert [word for word, _ in said] == [word for word in VERDICTS if word in counts for _ in range(counts[word])]
     text = claims.set_index("claim").text["frozen_is_not_enough"]

@@ -4,7 +4,7 @@ import pandas as pd
 from invented_runs import news, synthetic
 
 from gripmoe.cli.main import main as command
-from gripmoe.reporting.claims import judged
+from gripmoe.reporting.claims import all_verdicts
 from gripmoe.reporting.runs import COLUMNS
 from gripmoe.reporting.summary import decided_claims, main_table
 
@@ -34,7 +34,7 @@ def test_a_world_of_news_shows_its_table_and_its_claims(tmp_path, capsys):
 
 def test_decided_claims_are_listed_and_the_others_counted():
     runs = three_seeds()
-    text, verdicts = decided_claims(runs), judged(runs).verdict
+    text, verdicts = decided_claims(runs), all_verdicts(runs).verdict
     decided = verdicts.isin(["holds", "does not hold"]).sum()
     assert decided and sum(line.startswith(("holds: ", "does not hold: ")) for line in text.splitlines()) == decided
     assert f"{(verdicts == 'undecided').sum()} undecided" in text.splitlines()[-1]

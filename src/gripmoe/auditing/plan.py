@@ -20,7 +20,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.moe.families import has_experts
 from gripmoe.planning.cost import FEWEST, GB, PROMPT, QUESTION, TFLOPS
 
-ATTACKS = {  # by the names of --attacks, the most informative first
+ATTACK_GROUPS = {  # by the names of --attacks, the most informative first
     "forcing": ("expert forcing",),
     "relearning": (
         *("relearning from retain documents", "relearning from other facts", "relearning by low-rank updates"),
@@ -67,11 +67,16 @@ class Sizes:
 
 def measures_of(chosen: Sequence[str], unfit: Mapping[str, str], dense: bool) -> tuple[list[str], dict[str, str]]:
     """The measurements of an unlearned model in order, and by name why others are not made. `chosen` are keys of
-    ATTACKS; `unfit` says why some of them are impossible."""
+    ATTACK_GROUPS; `unfit` says why some of them are impossible."""
     for name in chosen:
-        require_known(name, ATTACKS, "--attacks")
-    listed = ["accuracy", "changes", "routing", *(name for key in ATTACKS if key in chosen for name in ATTACKS[key])]
-    absent = {name: NOT_CHOSEN for key in ATTACKS if key not in chosen for name in ATTACKS[key]}
+        require_known(name, ATTACK_GROUPS, "--attacks")
+    listed = [
+        "accuracy",
+        "changes",
+        "routing",
+        *(name for key in ATTACK_GROUPS if key in chosen for name in ATTACK_GROUPS[key]),
+    ]
+    absent = {name: NOT_CHOSEN for key in ATTACK_GROUPS if key not in chosen for name in ATTACK_GROUPS[key]}
     absent |= {name: reason for name, reason in unfit.items() if name in listed}
     absent |= {name: "the model is dense" for name in NEED_ROUTERS if dense and name in listed}
     return [name for name in listed if name not in absent], absent
@@ -96,7 +101,7 @@ def relative_time(name: str, sizes: Sizes) -> float:
         "membership": sizes.statements,
     }
     finetuned = (1 + len(relearning.steps)) * sample + max(relearning.steps) * 4 * relearning.batch_size
-    return (known | dict.fromkeys(ATTACKS["relearning"], finetuned))[name]
+    return (known | dict.fromkeys(ATTACK_GROUPS["relearning"], finetuned))[name]
 
 
 def plan_lines(turns: Sequence[tuple[str, str]], seconds: Mapping[str, float], absent: Mapping[str, str]) -> list[str]:
@@ -133,7 +138,7 @@ def plan_of(
         raise ConfigError(
             "--plan-only: the model is in fp32, of which torch has no fake products; start the audit itself"
         )
-    chosen = list(ATTACKS) if attacks is None else attacks
+    chosen = list(ATTACK_GROUPS) if attacks is None else attacks
     listed, absent = measures_of(chosen, unfit, dense=not has_experts(config))
     turns = turns_of(listed, list(names))
     batch_size = benchmark.evaluation_batch_size
@@ -145,7 +150,7 @@ def plan_of(
     seconds = {name: each * relative_time(name, sizes) for name in listed}
     device = reading["weights"] + reading["passes"]
     parts = [f"{reading['weights'] / GB:.1f} GB of weights", f"{device / GB:.1f} GB to ask two models side by side"]
-    if set(ATTACKS["relearning"]) & set(listed):
+    if set(ATTACK_GROUPS["relearning"]) & set(listed):
         step = {"what": "relearning", "rows": [relearning.batch_size], "length": benchmark.max_length, "processes": 1}
         training = _whole({**model, **step, "training": relearning.model_dump()})
         finetuned = max(relearning.steps) * training["flops"] / 1e12 / TFLOPS

@@ -18,7 +18,7 @@ from gripmoe.attacks.base import Found
 from gripmoe.attacks.prompts import ORDER
 from gripmoe.auditing.charts import charts_of
 from gripmoe.auditing.plan import NOT_CHOSEN
-from gripmoe.auditing.verdict import ATTACKS, Verdict, guessing, interval_over_facts, judge, measured_attacks
+from gripmoe.auditing.verdict import JUDGED_METRICS, Verdict, guessing, interval_over_facts, judge, measured_attacks
 from gripmoe.data.prompt_formats import LETTERS
 from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_json, write_json, write_text
@@ -58,7 +58,7 @@ class AuditReport:
     @cached_property
     def verdict(self) -> Verdict:
         """The verdict in words, and what each attack returns."""
-        attacks = dict.fromkeys(row["attack"] for row in ATTACKS.values())
+        attacks = dict.fromkeys(row["attack"] for row in JUDGED_METRICS.values())
         not_made = [name for name in attacks if name in self.absent]
         scores = {name: found.scores for name, found in self.found.items()}
         asked = self.found["unlearned"].scores["forget_accuracy"]

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
-from functools import partial
+from functools import cache, partial
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from gripmoe.attacks.run import FURTHER_OF_LETTERS, OF_LETTERS, made_once, store
 from gripmoe.auditing import models
 from gripmoe.auditing.inputs import Inputs, benchmark_inputs, own_inputs, settings_named
 from gripmoe.auditing.own_data import Source
-from gripmoe.auditing.plan import ATTACKS, Sizes, measures_of, plan_lines, relative_time, turns_of
+from gripmoe.auditing.plan import ATTACK_GROUPS, Sizes, measures_of, plan_lines, relative_time, turns_of
 from gripmoe.config.fingerprint import code_fingerprint
 from gripmoe.config.training import Relearning
 from gripmoe.evaluation.letters import letter_metrics
@@ -74,7 +74,7 @@ def audit(
 
     Models are folders, hub ids or models in memory. Models in memory need their `tokenizer`, and are left unchanged.
     `forget` is the name of a benchmark ("wmdp_cyber"), or a file of questions, or its rows; then give `retain`
-    questions too. The texts are files of documents, or their rows. `attacks` are keys of `ATTACKS` (default: all).
+    questions too. The texts are files of documents, or their rows. `attacks` are keys of ATTACK_GROUPS (default: all).
     `relearning` has the settings that are to differ from the audit's own. `budget` is in minutes. Measurements are
     stored in `output`; a later audit of the same models continues there. Messages name the flags of `gripmoe audit`.
 
@@ -84,14 +84,14 @@ def audit(
     require_extras("eval", "report")
     chosen = _chosen(attacks)
     if budget is not None and not (isinstance(budget, int | float) and budget >= 0):
-        raise ConfigError(f"--budget: {budget!r} minutes; give a positive number")
+        raise ConfigError(f"--budget: {budget!r} minutes; give 0 or more")
     if output:
         _check_output(Path(output))
     inputs = _inputs(forget, retain, [forget_text, retain_text, holdout_text], relearning)
     names = {"original": original, "unlearned": unlearned} | ({"retrained": retrained} if retrained is not None else {})
     with ExitStack() as stack:
         made, _ = measures_of(chosen, inputs.absent, dense=False)
-        finetuning = inputs.relearning if set(ATTACKS["relearning"]) & set(made) else None
+        finetuning = inputs.relearning if set(ATTACK_GROUPS["relearning"]) & set(made) else None
         if finetuning:
             require_optimizer(finetuning.optimizer)
         loaded, tokenizer = _loaded(names, tokenizer, finetuning, trust_remote_code)
@@ -122,7 +122,7 @@ def audit(
 def _chosen(attacks: Sequence[str] | None) -> list[str]:
     if isinstance(attacks, str):
         raise ConfigError(f"--attacks: {attacks!r} is a string; give a list of names")
-    chosen = list(ATTACKS) if attacks is None else list(attacks)
+    chosen = list(ATTACK_GROUPS) if attacks is None else list(attacks)
     measures_of(chosen, {}, dense=False)  # raises for unknown names, before anything is read
     return chosen
 
@@ -158,31 +158,41 @@ def _check_different(digests: Mapping[str, str]) -> None:
         tqdm.write("warning: --unlearned has the weights of --original: nothing was unlearned")
 
 
-def _loaded(names: Mapping[str, Model], tokenizer, finetuning: Relearning | None, trust_remote_code: bool):
-    in_memory = [isinstance(model, nn.Module) for model in names.values()]
+def _loaded(given: Mapping[str, Model], tokenizer, finetuning: Relearning | None, trust_remote_code: bool):
+    """The models by name, and the tokenizer that they share."""
+    in_memory = [isinstance(model, nn.Module) for model in given.values()]
     if all(in_memory):
-        if not callable(tokenizer):
-            raise ConfigError(f"tokenizer: {tokenizer!r}; models in memory need the tokenizer that belongs to them")
-        if wrapped := [name for name, model in names.items() if unwrapped(model) is not model]:
-            raise ConfigError(f"{wrapped[0]}: give the transformers model (of PEFT, `model.merge_and_unload()`)")
-        shapes = {n: {name: tuple(p.shape) for name, p in model.named_parameters()} for n, model in names.items()}
-        said = {name: models.described(model.config, shapes[name], model.dtype) for name, model in names.items()}
-        for name, model in names.items():
-            models.compare_described(said["original"], said[name], f"original and {name}")
-            models.check_vocabulary(model, tokenizer, name)
-        return dict(names), with_pad_token(copy.deepcopy(tokenizer))
+        return _from_memory(given, tokenizer)
     if any(in_memory):
         raise ConfigError("original, unlearned, retrained: give all of them as folders or hub ids, or all in memory")
     if tokenizer is not None:
         raise ConfigError("tokenizer: models in folders have one of their own; leave it out")
-    found = models.find_all(names, trust_remote_code)
-    tqdm.write(models.check_memory(found["original"], finetuning, len(names)))
+    return _from_folders(given, finetuning, trust_remote_code)
+
+
+def _from_memory(given: Mapping[str, nn.Module], tokenizer):
+    if not callable(tokenizer):
+        raise ConfigError(f"tokenizer: {tokenizer!r}; models in memory need the tokenizer that belongs to them")
+    if wrapped := [name for name, model in given.items() if unwrapped(model) is not model]:
+        raise ConfigError(f"{wrapped[0]}: give the transformers model (of PEFT, `model.merge_and_unload()`)")
+    described = {}
+    for name, model in given.items():
+        shapes = {parameter_name: tuple(p.shape) for parameter_name, p in model.named_parameters()}
+        described[name] = models.described(model.config, shapes, model.dtype)
+        models.compare_described(described["original"], described[name], f"original and {name}")
+        models.check_vocabulary(model, tokenizer, name)
+    return dict(given), with_pad_token(copy.deepcopy(tokenizer))
+
+
+def _from_folders(given: Mapping[str, str | Path], finetuning: Relearning | None, trust_remote_code: bool):
+    found = models.find_all(given, trust_remote_code)
+    tqdm.write(models.check_memory(found["original"], finetuning, len(given)))
     loaded, tokenizers = {}, {}
-    for name, given in names.items():
+    for name, folder in given.items():
         device = None if name == "unlearned" else "cpu"
-        loaded[name], tokenizers[name] = models.load(found[name], given, device)
-        said = (models.described(model.config, {}, model.dtype) for model in (loaded["original"], loaded[name]))
-        models.compare_described(*said, f"--original and --{name}")
+        loaded[name], tokenizers[name] = models.load(found[name], folder, device)
+        described = (models.described(model.config, {}, model.dtype) for model in (loaded["original"], loaded[name]))
+        models.compare_described(*described, f"--original and --{name}")
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
         models.check_vocabulary(loaded[name], tokenizers[name], f"--{name}")
     return loaded, tokenizers["original"]
@@ -207,15 +217,7 @@ def _measured(
     each = _seconds(after, tokenizer, questions[:TIMED]) / min(TIMED, len(questions))
     turns = turns_of(listed, list(moes))
     seconds = {name: each * relative_time(name, sizes) for name in listed}
-    identity = {
-        "code": code_fingerprint("gripmoe.auditing.run:audit"),
-        "models": digests,
-        "configurations": {name: models.computing(moe.model.config) for name, moe in moes.items()},
-        "data": _digest(inputs.files),
-        "benchmark": inputs.benchmark.model_dump(mode="json"),
-        "relearning": inputs.relearning.model_dump(mode="json"),
-        "tokenizer": models.tokenizer_digest(tokenizer),
-    }
+    identity = _identity(moes, digests, tokenizer, inputs)
     depends = {model: _identities(inputs, identity, listed, model) for model in moes}
     states = {(model, name): folder / f"{model}{'_relearning' * _relearns(name)}.json" for model, name in turns}
     known = {(of, name) for (of, name), state in states.items() if stored(state, {name: depends[of][name]})}
@@ -224,23 +226,25 @@ def _measured(
         tqdm.write("\n".join(plan_lines(left, seconds, absent)) + f", by the time of the first batch{limit}")
     found: dict[str, list[Found]] = {name: [] for name in moes}
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    within: dict[str, bool] = {"accuracy": True}  # by measurement, whether the budget allows it for all models
+
+    @cache
+    def fits(name: str) -> bool:
+        """Whether the budget allows a measurement for all models, as of its first turn."""
+        takes = seconds[name] * sum(turn[1] == name for turn in left)
+        return budget is None or name == "accuracy" or time.monotonic() - started + takes <= 60 * budget
+
     for model, name in (bar := tqdm(turns, desc="audit", file=sys.stderr)):
         bar.set_postfix_str(f"{name}, {model}")
         label = name if model == "unlearned" else f"{name} ({model})"
         state, is_known = states[model, name], (model, name) in known
         if not is_known and state.exists() and name in read_json(state):
             tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
-        if budget is not None and name not in within:
-            spent = time.monotonic() - started
-            takes = seconds[name] * sum(turn[1] == name for turn in left)
-            within[name] = spent + takes <= 60 * budget
-        if not is_known and not within.get(name, True):
+        if not fits(name) and not is_known:
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue
         answers = folder / f"{model}_answers.csv"
-        given = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
-        setting = QuestionSetting(*given, partial(load_answers, answers))
+        asked = (moes["original"], moes[model], tokenizer, data, inputs.benchmark, 0, inputs.relearning)
+        setting = QuestionSetting(*asked, partial(load_answers, answers))
         measures = MEASURES | {"accuracy": partial(MEASURES["accuracy"], answers=answers)}
         # Measurements show their own progress.
         with alone(moes, model), redirect_stderr(StringIO()):
@@ -256,8 +260,21 @@ def _measured(
     )
 
 
+def _identity(moes: Mapping[str, MoEModel], digests: Mapping[str, str], tokenizer, inputs: Inputs) -> dict[str, Any]:
+    """What all measurements depend on."""
+    return {
+        "code": code_fingerprint("gripmoe.auditing.run:audit"),
+        "models": digests,
+        "configurations": {name: models.computing(moe.model.config) for name, moe in moes.items()},
+        "data": _digest(inputs.files),
+        "benchmark": inputs.benchmark.model_dump(mode="json"),
+        "relearning": inputs.relearning.model_dump(mode="json"),
+        "tokenizer": models.tokenizer_digest(tokenizer),
+    }
+
+
 def _relearns(name: str) -> bool:
-    return name in ATTACKS["relearning"]
+    return name in ATTACK_GROUPS["relearning"]
 
 
 def _identities(

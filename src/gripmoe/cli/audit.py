@@ -9,7 +9,7 @@ import typer
 
 from gripmoe.auditing import run
 from gripmoe.auditing.inputs import own_inputs
-from gripmoe.auditing.plan import ATTACKS, plan_of
+from gripmoe.auditing.plan import ATTACK_GROUPS, plan_of
 from gripmoe.cli.options import read_file
 from gripmoe.config.provenance import recorded
 from gripmoe.config.reading import parse_settings
@@ -29,7 +29,7 @@ def audit(
     forget_text: Annotated[Path | None, read_file("--forget-text", "Documents to forget: JSON lines or text.")] = None,
     retain_text: Annotated[Path | None, read_file("--retain-text", "Documents to retain: JSON lines or text.")] = None,
     holdout_text: Annotated[Path | None, read_file("--holdout-text", "Documents that no model has seen.")] = None,
-    attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACKS)}. Default: all.")] = None,
+    attacks: Annotated[str | None, typer.Option(help=f"Some of {','.join(ATTACK_GROUPS)}. Default: all.")] = None,
     relearning: Annotated[
         str | None,
         typer.Option(metavar="JSON", help=f"Changed settings of relearning: {', '.join(Relearning.model_fields)}."),

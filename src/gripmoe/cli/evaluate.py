@@ -68,7 +68,7 @@ def _auc_of(retrained_file: Path | None) -> float:
     known = read_json(retrained_file) if retrained_file else {}
     if "auc_min_40" not in known:
         raise ConfigError(
-            f"{retrained_file or '--retrained'}: auc_min_40 of the retain-only model is needed, with which the leakage "
+            f"{retrained_file or '--retrained'}: auc_min_40 of the retrained model is needed, with which the leakage "
             "of news is compared; name one that was finetuned on the benchmark's documents to retain"
         )
     return known["auc_min_40"]

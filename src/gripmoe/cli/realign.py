@@ -60,7 +60,7 @@ def realign(
         report = {}
         if run.method.correction == "realign":
             report |= kaczmarz_report(moe, theta_0, trace)
-        if run.method.form == "paper":
+        if run.method.form == "paper":  # the report has both forms, so one method of each unlearned run makes it
             report |= holdout_report(moe, theta_0, trace, batch)
         started = now()
         if run.method.correction == "undo":

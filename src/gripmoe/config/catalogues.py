@@ -69,8 +69,8 @@ def _module_digest(path: str, where: str) -> str:
     imported; packages above it are. Raises ConfigError, naming `where`, if the file is not found or lacks the name."""
     module, _, name = path.partition(":")
     try:
-        spec = importlib.util.find_spec(module)
-    except (ModuleNotFoundError, ValueError):  # of a package above it; of `__main__`, which is no file to keep
+        spec = None if module == "__main__" else importlib.util.find_spec(module)  # a job has another `__main__`
+    except (ModuleNotFoundError, ValueError):  # of a package above it; of a module made by hand
         spec = None
     if spec is None or not spec.has_location:
         raise ConfigError(f"{where}: no module {module!r} in the folders of PYTHONPATH; add the one that it lies in")

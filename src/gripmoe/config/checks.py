@@ -77,7 +77,9 @@ def _check_models(project: Project) -> None:
             raise ConfigError(f"{project.world_file}: models: none of the benchmarks is for {name!r}")
     for name in world.benchmarks:
         if not any(project.fits(model, name) for model in world.models):
-            remedy = "news needs one with `source: finetuned`"
+            remedy = "its facts need a base model of the same `world_seed`"
+            if project.benchmarks[name].is_news:
+                remedy = "news needs one with `source: finetuned`"
             raise ConfigError(f"{project.world_file}: benchmarks: none of the models is for {name!r}; {remedy}")
 
 

@@ -99,7 +99,8 @@ class Method(Strict):
     undo: UndoConfig | None = None
     training: dict[str, Any] = {}
 
-    OF_BASES: ClassVar = {"constraint", "form", "basis", "granularity", "surface", "eps_null", "max_rank"}
+    FITTED_WITH: ClassVar = {"granularity", "surface", "eps_null", "max_rank"}
+    OF_BASES: ClassVar = {"constraint", "form", "basis"} | FITTED_WITH  # with what a valid row needs besides
 
     @model_validator(mode="after")
     def _every_axis_has_an_effect(self) -> Method:
@@ -177,7 +178,7 @@ class Method(Strict):
     @property
     def fitted_with(self) -> str:
         """The axes that decide its bases."""
-        return self.model_dump_json(include={"granularity", "surface", "eps_null", "max_rank"})
+        return self.model_dump_json(include=self.FITTED_WITH)
 
     @property
     def expert_eps(self) -> EpsNullConfig | None:

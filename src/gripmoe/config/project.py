@@ -63,7 +63,7 @@ class Project:
         known = set(self.run_keys())
         for other in self._beside():
             for key in filter(known.__contains__, other.run_keys()):
-                if (mine := self._settings(*key)) != (theirs := other._settings(*key)):
+                if (mine := self._settings(key)) != (theirs := other._settings(key)):
                     names = ", ".join(f"`{name}`" for name in mine if mine[name] != theirs[name])
                     raise ConfigError(
                         f"{self.world_file}: run {key.folder} has another {names} in {other.name!r}, and "
@@ -86,18 +86,19 @@ class Project:
             except ConfigError:  # a world that cannot start has no runs, such as one that is there to be extended
                 continue
 
-    def _settings(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> dict[str, Any]:
-        """What a run depends on of this world alone; on catalogues it depends in every world."""
-        training = self.training(model, benchmark, objective, method)
-        external = self.external.get(method, {}).get(model)
+    def _settings(self, key: RunKey) -> dict[str, Any]:
+        """What a run depends on of this world alone, for every seed; on catalogues it depends in every world."""
+        training = self.training(key.model, key.benchmark, key.objective, key.method)
+        external = self.external.get(key.method, {}).get(key.model)
         return {
             **(training.model_dump(exclude={"checkpoint_every"}) if training else {}),
             "external": external,
-            "gpus": self.gpus(model) if training else None,
+            "gpus": self.gpus(key.model) if training else None,
             "relearning": self.world.relearning,
         }
 
     def check_objective(self, objective: str, settings: dict, file: Path, where: str) -> None:
+        """Raises ConfigError if the objective does not take these settings, or if a model lacks their `layer`."""
         checked = parse_as(self.objectives[objective].settings, settings, file, prefix=where)
         for name in self.world.models if "layer" in settings else []:
             layers = self.trained_from(name).layers

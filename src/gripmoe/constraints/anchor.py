@@ -86,8 +86,7 @@ class Anchored(FrozenRouter):
         return {"weight": self.weight.value}
 
     def load_state(self, state: dict) -> None:
-        if state:
-            self.weight.value = state["weight"]
+        self.weight.value = state["weight"]
 
 
 def _inputs_and_final(model: MoEModel, batch: Batch) -> Tensor:

@@ -82,7 +82,8 @@ class RouterConstraint:
         return {}
 
     def load_state(self, state: dict) -> None:
-        """Takes back a `state`, with its tensors on the CPU. Is called after `start`, and only if there is a state."""
+        """Takes back a `state`, whose tensors may be on another device. Is called after `start` when a run resumes,
+        unless the state is empty."""
 
     def require_usable(self) -> None:
         """Raises ConfigError if its attributes contradict its methods."""

@@ -40,14 +40,14 @@ class ConstraintHandle:
 
     `origin` is a checksum of what the constraint was made from; `load_state_dict` accepts only states of the same
     origin. Raises ValueError if another handle of the model is open, for a constraint whose attributes contradict its
-    methods, or for an optimizer without step hooks. The
-    optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of `loss_bound`, if
-    it gives a closure where gradients are projected, or if a router is now that of another adapter; and Diverged if a
-    router would not be finite. After such an error the routers are those before the step, and the passes of the step
-    are forgotten; other weights may have changed. `step` warns if biases that balance the load have
-    changed. `step` and `close` warn of routers that something else has written in place since the last
-    step. A closed handle raises RuntimeError where it is entered. In training, marks and `penalty` raise it too, if the
-    method needs them.
+    methods, for an optimizer without step hooks, or, where gradients are projected, for one without a learning rate.
+    The optimizer's `step` raises RuntimeError if the loop has left out a mark, the penalty or the check of
+    `loss_bound`, if it gives a closure where gradients are projected, or if a router is now that of another adapter;
+    and Diverged if a router would not be finite. After such an error the routers are those before the step, and the
+    passes of the step are forgotten; other weights may have changed. `step` warns if biases that balance the load have
+    changed. `step` and `close` warn of routers that something else has written in place since the last step. A closed
+    handle raises RuntimeError where it is entered. In training, marks and `penalty` raise it too, if the method needs
+    them.
     """
 
     def __init__(
@@ -168,7 +168,8 @@ class ConstraintHandle:
         self._watch.loaded()
         self._waiting, feasible = state.get("waiting", (0, {}))
         self._feasible_before = {n: theta_Ed.to(self.model.theta(n).device) for n, theta_Ed in feasible.items()}
-        self.constraint.load_state({n: value for n, value in state.items() if n not in ("origin", "waiting")})
+        if own := {n: value for n, value in state.items() if n not in ("origin", "waiting")}:
+            self.constraint.load_state(own)
 
     def on_close(self, function: Callable[[], object]) -> None:
         """Registers a `function` to call when the handle closes. Functions run in reverse order."""
@@ -195,7 +196,7 @@ class ConstraintHandle:
             raise RuntimeError(CLOSED)
 
     def _evaluates(self) -> bool:
-        """Such as `Trainer.evaluate`."""
+        """Whether the model is in eval mode without gradients, as in `Trainer.evaluate`."""
         return not (torch.is_grad_enabled() or self.model.model.training)
 
     def _close(self, settle: bool) -> None:

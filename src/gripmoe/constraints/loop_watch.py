@@ -24,7 +24,8 @@ class LoopWatch:
         self._left: tuple[list[int], list[Tensor]] | None = None  # writes and norms after the last step
 
     def skip(self) -> None:
-        """The gradients that are there are not of this loop."""
+        """Before the first step, forgets the gradients that are there: only later ones show that the loop trains
+        routers."""
         if not self._has_stepped:
             self._first_gradients = self._gradients()
 

@@ -56,10 +56,10 @@ class _Reporting(RouterConstraint):
         return {"stage_2_rate": rate} | ranks | shrunk
 
     def state(self) -> dict:
-        return {"observed": (dict(self._calls), dict(self._beyond), dict(self._ranks))}
+        return {"observed": (dict(self._calls), dict(self._beyond), dict(self._ranks), dict(self._shrunk))}
 
     def load_state(self, state: dict) -> None:
-        calls, self._beyond, self._ranks = state.get("observed", ({}, {}, {}))
+        calls, self._beyond, self._ranks, self._shrunk = state["observed"]
         self._calls = Counter(calls)
 
 
@@ -208,9 +208,8 @@ class NullSpacePaper(_Reporting):
 
     def load_state(self, state: dict) -> None:
         super().load_state(state)
-        if state:
-            self.generator.set_state(state["generator"].cpu())
-            self._cached = {layer: U_Edr.to(self._theta_0[layer].device) for layer, U_Edr in state["cached"].items()}
+        self.generator.set_state(state["generator"].cpu())
+        self._cached = {layer: U_Edr.to(self._theta_0[layer].device) for layer, U_Edr in state["cached"].items()}
 
 
 def paper_update(

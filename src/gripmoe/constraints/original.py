@@ -37,23 +37,24 @@ class OriginalCache:
         self._example: Tensor | None = None  # the entry of a document without tokens
 
     @torch.no_grad()
-    def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], what: str = "original model") -> None:
-        """Stores `function(batch)`, (rows, positions, ...), for every row of `batches`."""
+    def fill(self, batches: Iterable[Batch], function: Callable[[Batch], Tensor], name: str) -> None:
+        """Stores `function(batch)`, (rows, positions, ...), for every row of `batches`. `name` labels the progress. In
+        a store it is part of the file's name, so each function needs a name of its own."""
         batches = list(batches)
         if not batches:
             return
-        answers = self._answers(batches, function, what)
-        first = next(answers)
-        answers, some = chain([first], answers), first[1][0]
+        outputs = self._outputs(batches, function, name)
+        first = next(outputs)
+        outputs, some = chain([first], outputs), first[1][0]
         self._example = some[:0].clone()
         tokens = sum(int(batch.attention_mask.sum()) for batch in batches)
         size = tokens * some.element_size() * math.prod(some.shape[1:])
         if self._store is None or size <= self._store.memory:
-            for documents, values in answers:
+            for documents, values in outputs:
                 self._kept.update(zip(documents, values, strict=True))
             return
-        rows = (torch.cat(values) for _, values in answers)
-        self._kept = self._store.outputs(what, batches, rows, (some.dtype, (tokens, *some.shape[1:])))
+        rows = (torch.cat(values) for _, values in outputs)
+        self._kept = self._store.outputs(name, batches, rows, (some.dtype, (tokens, *some.shape[1:])))
 
     def of(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The stored output of each row, with zeros for padding and for rows that the mask hides altogether. Raises
@@ -74,15 +75,15 @@ class OriginalCache:
             return self._example
         if document not in self._kept:
             raise KeyError(
-                f"no original answer for a document of {len(document)} tokens, {list(document[:8])}...: {self._remedy}"
+                f"no original output for a document of {len(document)} tokens, {list(document[:8])}...: {self._remedy}"
             )
         return self._kept[document]
 
-    def _answers(
-        self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], what: str
+    def _outputs(
+        self, batches: Sequence[Batch], function: Callable[[Batch], Tensor], name: str
     ) -> Iterator[tuple[list[tuple], list[Tensor]]]:
         """For each batch, its documents and their outputs."""
-        for batch in tqdm(batches, desc=what, leave=False):
+        for batch in tqdm(batches, desc=name, leave=False):
             values, masks = function(batch).cpu(), batch.attention_mask.cpu().bool()
             kept = [value[mask] for value, mask in zip(values, masks, strict=True)]
             yield documents_of(batch.input_ids, batch.attention_mask), kept
@@ -110,14 +111,14 @@ def original_values(
     original: MoEModel | None,
     documents: Iterable[Batch],
     function: Callable[[MoEModel, Batch], Tensor],
-    what: str,
+    name: str,
 ) -> OriginalCache | OriginalForward:
     """Outputs of `function` on the original model: on demand by the copy `original` if there is one, else computed now
     with `model` and stored, for `documents`."""
     if original is not None:
         return OriginalForward(original, function)
     cache = OriginalCache(model.originals)
-    cache.fill(documents, lambda batch: function(model, batch), what)
+    cache.fill(documents, lambda batch: function(model, batch), name)
     return cache
 
 

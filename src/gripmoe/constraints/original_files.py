@@ -27,7 +27,7 @@ WAIT = 5.0  # seconds between two checks of a file that another run writes
 @dataclass(frozen=True)
 class OriginalStore:
     """Files in `folder` for caches that take more than `memory` bytes. A file is written once, and read by every run
-    with the same `model` (a digest of weights and code), function and documents.
+    with the same `model` (a digest of weights and code), name of the function, and documents.
 
     A file's lock is exclusive while a run writes the file, and shared while runs read it."""
 
@@ -35,25 +35,25 @@ class OriginalStore:
     model: str
     memory: float
 
-    def file(self, what: str, batches: Sequence[Batch]) -> Path:
+    def file(self, name: str, batches: Sequence[Batch]) -> Path:
         digest = hashlib.sha256()
         for batch in batches:
             for tokens in documents_of(batch.input_ids, batch.attention_mask):
                 digest.update(repr(tokens).encode())
-        return self.folder / f"{what.replace(' ', '_')}{self._mark}{digest.hexdigest()[:16]}.safetensors"
+        return self.folder / f"{name.replace(' ', '_')}{self._mark}{digest.hexdigest()[:16]}.safetensors"
 
     def outputs(
-        self, what: str, batches: Sequence[Batch], rows: Iterable[Tensor], shape: tuple[torch.dtype, tuple[int, ...]]
+        self, name: str, batches: Sequence[Batch], rows: Iterable[Tensor], shape: tuple[torch.dtype, tuple[int, ...]]
     ) -> StoredOutputs:
         """The outputs of the documents in `batches`, from their file. If several runs miss the file at the same time,
         one writes `rows` to it and the others wait. If the writer dies, another writes."""
-        file = self.file(what, batches)
+        file = self.file(name, batches)
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = file.with_name(f".{file.name}.lock").open("a+")
         while (known := distributed.agreed(_look(file, lock)))["waits"]:
             time.sleep(WAIT)  # awake now and then, or processes that train together would give each other up
         if known["missing"]:
-            whose = {"model": self.model, "what": what}
+            whose = {"model": self.model, "name": name}
             if distributed.is_first():
                 remove_halves(self.folder, file.name)
             writes = tensor_file(file, {"values": shape}, whose) if distributed.is_first() else nullcontext()

@@ -39,7 +39,7 @@ def stop_rule(benchmark: Task, data: Path, retrained: Path | None, tokenizer) ->
         news, known = News.load(data), read_json(retrained) if retrained else {}
         if absent := {"verbmem", "knowmem_forget"} - known.keys():
             raise ConfigError(
-                f"{retrained or '--retrained'}: {min(absent)} of the retain-only model is needed, a few points above "
+                f"{retrained or '--retrained'}: {min(absent)} of the retrained model is needed, a few points above "
                 "which a run has forgotten; name one that was finetuned on the benchmark's documents to retain"
             )
         margin = benchmark.target["points_above_retrained"]

@@ -66,7 +66,7 @@ class Prepared:
     scope: dict[int, list[int]] | None  # experts that train, by layer
     sets: OriginalSets | None  # for routing replay
     original: nn.Module | None
-    trains: dict[nn.Parameter, bool]  # whether each router parameter trains
+    requires_grad: dict[nn.Parameter, bool]  # of the router parameters, under the constraint
     loss_bound: float
     origin: str
 
@@ -99,7 +99,7 @@ def constrain(
     - `original`: an untrained copy of the model. It computes what is otherwise stored for `retain`.
     - `replay`: whether passes in training mode use the original expert sets.
     - `loss_bound`: `handle.check(retain_loss)` raises `Diverged` above it.
-    - `seed`: of the random draws of Algorithm 1.
+    - `seed`: of the random draws of Algorithm 1, and for a class of your own that takes one.
 
     Warns of a load-balancing loss, of weights in float16, of weight decay on routers under Method A's sound form, of
     rows that seem padded but have no mask, of retain tokens that leave no router free to move under Method A's sound
@@ -133,7 +133,8 @@ def constrain(
             bases=lambda constrained: fit_bases(constrained, moe.rules(), method),
             seed=seed,
         )
-        if type(built.constraint).constrain is not RouterConstraint.constrain and method.own_constraint:
+        # `_opened` has checked those of a null space. Whether a class of one's own writes routers is known only now.
+        if method.own_constraint and type(built.constraint).constrain is not RouterConstraint.constrain:
             check_routers(moe, stepping)
         if original is not None:
             if unwrapped(original) is moe.model:
@@ -142,20 +143,20 @@ def constrain(
             check_original(built.constraint.original, moe)
         parameters = moe.router_parameters()
         undo.push(partial(_restore_gradients, [(parameter, parameter.grad) for parameter in parameters]))
-        trained = undo.enter_context(_requires_grad_restored(parameters))
+        trained_before = undo.enter_context(_requires_grad_restored(parameters))
         with moe.evaluating():
             built.constraint.start(moe, to_retain)
             sets = OriginalSets(moe, [*to_retain, *to_forget]) if method.replay else None
         warn_if_nothing_moves(method, built.constraint, moe)
-        trains = {parameter: parameter.requires_grad for parameter in parameters}
+        requires_grad = {parameter: parameter.requires_grad for parameter in parameters}
         origin = _origin(moe, method, [*to_retain, *to_forget])
         if distributed.average(float(origin != distributed.text_of_first(origin))):
             raise ValueError(
                 "processes differ in documents or weights: give every process the same `retain` and `forget`, from a "
                 "loader that is not sharded"
             )
-        prepared = Prepared(method, built.constraint, built.scope, sets, original, trains, loss_bound, origin)
-        return _attached(prepared, model, moe, stepping, trained, undo)
+        prepared = Prepared(method, built.constraint, built.scope, sets, original, requires_grad, loss_bound, origin)
+        return _attached(prepared, model, moe, stepping, trained_before, undo)
 
 
 def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch.optim.Optimizer) -> ConstraintHandle:
@@ -170,12 +171,12 @@ def constrain_again(handle: ConstraintHandle, model: nn.Module, optimizer: torch
         moe, stepping = _opened(model, optimizer, prepared.method, undo)
         if prepared.original is not None:
             undo.enter_context(_untrained(unwrapped(prepared.original)))  # the constraint still asks it
-        trained = undo.enter_context(_requires_grad_restored(prepared.trains))
-        for parameter, trains in prepared.trains.items():
+        trained_before = undo.enter_context(_requires_grad_restored(prepared.requires_grad))
+        for parameter, trains in prepared.requires_grad.items():
             parameter.requires_grad_(trains)
             if not trains:
                 parameter.grad = None  # of the time between, in which it trained
-        return _attached(prepared, model, moe, stepping, trained, undo)
+        return _attached(prepared, model, moe, stepping, trained_before, undo)
 
 
 def checked_trace(moe: MoEModel, retain: Sequence[Batch], *, kept: bool) -> RoutingTrace:
@@ -243,10 +244,12 @@ def _attached(
     model: nn.Module,
     moe: MoEModel,
     stepping: torch.optim.Optimizer,
-    trained: list[nn.Parameter],
+    trained_before: list[nn.Parameter],
     undo: ExitStack,
 ) -> ConstraintHandle:
-    frozen = bool(prepared.scope) or any(not parameter.requires_grad for parameter in trained)
+    """The handle of `prepared`, with routing replay, frozen experts and the optimizer's states in fp32. `undo` then
+    belongs to the handle. Raises ValueError if DistributedDataParallel would not notice what is frozen."""
+    frozen = bool(prepared.scope) or any(not parameter.requires_grad for parameter in trained_before)
     wrapper = compiled_from(model)
     if frozen and isinstance(wrapper, DistributedDataParallel) and not wrapper.find_unused_parameters:
         raise ValueError(

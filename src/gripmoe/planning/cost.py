@@ -44,8 +44,8 @@ CHANGES = {  # settings to try if a step does not fit
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the workflow on a model: "unlearn" or "undo" with benchmark, objective and method, or another key of
-    `CHANGES`."""
+    """A step of the workflow on a model. `what` is "unlearn" or "undo", with benchmark, objective and method, or the
+    name of another rule. A rule that is no key of `CHANGES` costs what a forward pass of evaluation costs."""
 
     model: str
     what: str
@@ -172,8 +172,8 @@ class Costs:
             saving = self._extrapolated(self._evaluation(step), {"layers": layers})["saving"]
             peak = max(peak + kept - kept_of_gpu, saving + parts["gradients"] + bases + kept)
         parts["activations"] = peak - sum(parts.values())
-        if step.what == "evaluate":  # the unlearned model answers before the original one is loaded
-            parts["activations"] -= parts["weights"]
+        if step.what == "evaluate":  # the unlearned model answers alone, before the original loads
+            parts["activations"] = max(0.0, parts["activations"] - parts["weights"])
         parts["weights"] *= question["models"]
         return parts
 

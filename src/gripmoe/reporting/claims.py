@@ -218,7 +218,7 @@ def _to_decide(runs: pd.DataFrame, found: Judgement, claim: Claim, alpha: float)
     return f"three {found.unit}s or more" if len(found.values) < LEAST else f"> {MOST_UNITS} {found.unit}s"
 
 
-def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
+def all_verdicts(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
     """All claims with their verdicts, one row each, without those of another family alone. The primary claims (of that
     `family`) are judged together, by Holm's levels, measured or not; every other claim at 0.05. Columns `forgot_` are
     of the runs that forgot, at the same level; `fact_set_verdict` takes fact sets as units; `by_objective` has the mean
@@ -236,18 +236,31 @@ def judged(runs: pd.DataFrame, family: str = "claims") -> pd.DataFrame:
         found = _judgement(parts[name], pairs[name], level)
         forgot = differences(runs, claim, forgot=True)
         of_forgot = found if forgot.equals(pairs[name]) else judge(forgot, claim, level)
-        row = {"claim": name, "text": claim.text, "line": claim.line, "comparison": _formula(claim)}
-        row |= {"primary": name in primary, "of": found.part, "unit": found.unit, "units": len(found.values)}
-        row |= {"runs": len(found.runs), "by_objective": _by_objective(found.runs, claim)}
-        row |= {"difference": found.difference, "low": found.low, "high": found.high, "verdict": found.verdict}
-        row |= {"p": p_values[name], "level": level, "survives_holm": bool(p_values[name] <= holm_levels[name])}
-        row |= {"fact_set_verdict": judge(pairs[name], claim, level, by_fact_set=True).verdict}
-        row |= {
+        row = {
+            "claim": name,
+            "text": claim.text,
+            "line": claim.line,
+            "comparison": _formula(claim),
+            "primary": name in primary,
+            "of": found.part,
+            "unit": found.unit,
+            "units": len(found.values),
+            "runs": len(found.runs),
+            "by_objective": _by_objective(found.runs, claim),
+            "difference": found.difference,
+            "low": found.low,
+            "high": found.high,
+            "verdict": found.verdict,
+            "p": p_values[name],
+            "level": level,
+            "survives_holm": bool(p_values[name] <= holm_levels[name]),
+            "fact_set_verdict": judge(pairs[name], claim, level, by_fact_set=True).verdict,
             "forgot_runs": len(of_forgot.runs),
             "forgot_difference": of_forgot.difference,
             "forgot_verdict": of_forgot.verdict,
+            "to_decide": _to_decide(runs, found, claim, level),
         }
-        rows.append(row | {"to_decide": _to_decide(runs, found, claim, level)})
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
@@ -265,7 +278,7 @@ def as_text(difference: float, claim: Claim) -> str:
 
 
 def value_and_interval(row, claim: Claim) -> tuple[str, str, str]:
-    """What was measured, and the ends of its interval, of a Judgement or a row of `judged`."""
+    """What was measured, and the ends of its interval, of a Judgement or a row of `all_verdicts`."""
     return tuple(as_text(number, claim) for number in (row.difference, row.low, row.high))
 
 
@@ -290,7 +303,7 @@ def _asked(claim: Claim) -> str:
 def replication_table(before: pd.DataFrame, runs: pd.DataFrame, family: str) -> Table:
     """The claims of a family that `runs` test: before, on these runs alone, and an estimate from both together."""
     claims, again = load_claims(), primary_claims(family)
-    first, found = judged(before, "claims" if family == "replication" else family), judged(runs, family)
+    first, found = all_verdicts(before, "claims" if family == "replication" else family), all_verdicts(runs, family)
     rows = found[found.claim.isin(again)].reset_index(drop=True)
     table = Table(["asked for", "before", "these", "both"], heading="Statement")
     entries, estimates = [], []
@@ -323,7 +336,7 @@ def _spread(found, claim: Claim) -> str:
 
 def claims_table(runs: pd.DataFrame) -> Table:
     """The verdicts as a table of one page: the primary claims, the paper's others, then ours."""
-    verdicts, claims = judged(runs), load_claims()
+    verdicts, claims = all_verdicts(runs), load_claims()
     columns = ["line", "measured", "interval", "asked for", "by objective", "n", "verdict"]
     columns += ["fact sets as units", "of those that forgot", "to decide"]
     table = Table(columns, heading="Statement", data=verdicts)

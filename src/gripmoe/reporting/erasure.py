@@ -11,7 +11,7 @@ from gripmoe.reporting.runs import KEYS, by_run
 from gripmoe.reporting.tables import Cell, Table
 
 # Without attacks that put original experts back: those bring facts even to a model that never knew them.
-ATTACKS = (
+ATTACK_METRICS = (
     "forced_forget_accuracy",
     "restored_router_all",
     "noisy_routing",
@@ -57,7 +57,7 @@ def attack_quality(runs: pd.DataFrame) -> Table:
     differ by luck, how far harmless changes of a model move it, and what it finds in unlearned models beyond its own
     retrained model."""
     wide = by_run(runs).reset_index().set_index(["model", "benchmark"])
-    attacks = [name for name in (*ATTACKS, "restored_experts_worst_layer") if name in wide]
+    attacks = [name for name in (*ATTACK_METRICS, "restored_experts_worst_layer") if name in wide]
     original, retrained = (wide[wide.method == name][attacks] for name in names.NOT_UNLEARNED)
     is_unlearned = ~wide.method.isin(names.NOT_UNLEARNED)
     unlearned = wide[is_unlearned][attacks]

@@ -11,7 +11,7 @@ import pandas as pd
 from gripmoe.config.world import NO_OBJECTIVE
 from gripmoe.reporting import names
 from gripmoe.reporting.comparison import marks_of
-from gripmoe.reporting.erasure import ATTACKS
+from gripmoe.reporting.erasure import ATTACK_METRICS
 from gripmoe.reporting.figures import PAPER_WIDTH, house_style, legend_below, nothing
 from gripmoe.reporting.runs import KEYS, by_run
 from gripmoe.reporting.tables import MISSING, Cell, Table, fixed
@@ -44,7 +44,12 @@ GOALS = {
     ),
 }
 MEASURES = (*GOALS, "robustness")
-MEASURED = {"retain_accuracy", "retain_accuracy_share", "routing_stability", "tokens"}  # metrics read, beside ATTACKS
+MEASURED = {
+    "retain_accuracy",
+    "retain_accuracy_share",
+    "routing_stability",
+    "tokens",
+}  # metrics read, beside ATTACK_METRICS
 COLUMNS = (
     "objective",
     "method",
@@ -69,7 +74,7 @@ def goals(runs: pd.DataFrame) -> pd.DataFrame:
     wide = by_run(runs).groupby(KEYS[:-1]).mean().reset_index()
     wide = wide.set_index(["model", "benchmark"])
     originals, retrained = (wide[wide.method == name] for name in names.NOT_UNLEARNED)
-    attacks = [name for name in ATTACKS if name in wide and retrained[name].notna().any()]
+    attacks = [name for name in ATTACK_METRICS if name in wide and retrained[name].notna().any()]
     unlearned = wide[(wide.method != "original") & wide.index.isin(retrained.index)] if attacks else wide[:0]
     rows = []
     for (objective, method), found in unlearned.groupby(["objective", "method"]):

@@ -15,7 +15,7 @@ from gripmoe.io.errors import ConfigError
 from gripmoe.io.files import read_jsonl
 from gripmoe.reporting import names
 from gripmoe.reporting.attacks import component_restoration, forcing_vulnerability, relearning_curves
-from gripmoe.reporting.claims import VERDICTS, judged, load_claims, value_and_interval
+from gripmoe.reporting.claims import VERDICTS, all_verdicts, load_claims, value_and_interval
 from gripmoe.reporting.figures import forget_utility_tradeoff, routing_stability_by_layer
 from gripmoe.reporting.page import write_page
 from gripmoe.reporting.runs import KEYS, apart, beside, load_answers, load_attacks, load_histories, load_runs
@@ -75,7 +75,7 @@ def write_explorer(output: Path, runs_file: Path, data: Iterable[Path], title: s
 def verdicts(runs: pd.DataFrame) -> list[tuple[str, str]]:
     """The claims that were measured, decided ones first."""
     claims, said = load_claims(), {verdict: [] for verdict in VERDICTS}
-    for row in judged(runs).itertuples():
+    for row in all_verdicts(runs).itertuples():
         value, low, high = value_and_interval(row, claims[row.claim])
         interval = f" [{low}, {high}]" if row.units >= LEAST else ""
         runs_of = f"{row.units} {row.unit}{'s' * (row.units > 1)}"

@@ -6,7 +6,7 @@ import textwrap
 
 import pandas as pd
 
-from gripmoe.reporting.claims import DECIDED, counted, judged, load_claims, value_and_interval
+from gripmoe.reporting.claims import DECIDED, all_verdicts, counted, load_claims, value_and_interval
 from gripmoe.reporting.comparison import comparison
 from gripmoe.reporting.runs import of_kind
 
@@ -32,7 +32,7 @@ def main_table(runs: pd.DataFrame) -> str:
 
 def decided_claims(runs: pd.DataFrame) -> str:
     """The decided claims with what was measured, and the number of undecided ones."""
-    claims, named, lines = judged(runs), load_claims(), []
+    claims, named, lines = all_verdicts(runs), load_claims(), []
     for row in claims[claims.verdict.isin(DECIDED)].itertuples():
         lines += textwrap.wrap(f"{row.verdict}: {row.text}", WIDTH, subsequent_indent="  ")
         value, low, high = value_and_interval(row, named[row.claim])

@@ -134,7 +134,12 @@ def unlearn(
         "tokens": 0,
     }
     recomputed = checkpointing(model.model, training.gradient_checkpointing)
-    with recomputed, restricted, model.unpadded(), ConstraintHandle(model, optimizer, constraint) as handle:
+    with (
+        recomputed,
+        restricted,
+        model.unpadded(),
+        ConstraintHandle(model, optimizer, constraint, training.loss_bound) as handle,
+    ):
         steps = Steps(
             model=model,
             objective=objective,

@@ -77,11 +77,11 @@ class GradientDifference:
 
 class OriginalPredictions:
     """What `model` predicts of the documents in `batches` before it trains: its final hidden states, and its head.
-    `what` labels the passes."""
+    `name` names them, as in `OriginalCache.fill`."""
 
-    def __init__(self, model: MoEModel, batches: Batches, what: str):
+    def __init__(self, model: MoEModel, batches: Batches, name: str):
         self._hidden = OriginalCache(model.originals)
-        self._hidden.fill(batches, lambda batch: final_hidden_states(model, batch), what)
+        self._hidden.fill(batches, lambda batch: final_hidden_states(model, batch), name)
         head = model.model.lm_head
         self._head = copy.deepcopy(head).requires_grad_(False) if head.weight.requires_grad else head
 
@@ -169,9 +169,9 @@ class RepresentationMisdirection:
         if self.layer >= (number := len(model.model.model.layers)):
             raise ConfigError(f"rmu: `layer` {self.layer}: the model has layers 0 to {number - 1}")
         self._hidden = OriginalCache(model.originals)
-        what = f"RMU original {self.layer}"
+        name = f"RMU original {self.layer}"
         with model.only_layers(self.layer + 1):
-            self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), what)
+            self._hidden.fill(retain, lambda batch: hidden_states(model, self.layer, batch), name)
         length = self.steering
         if length is None:
             norms = [self._hidden.of(**batch.inputs).norm(dim=-1)[batch.attention_mask.bool()] for batch in retain]

@@ -76,8 +76,7 @@ class Steps:
             gradients = dict(zip(("router_gradient", "expert_gradient"), (rms for _, rms in norms), strict=True))
             if not all(map(math.isfinite, (losses["forget_loss"], *gradients.values()))):
                 return None
-            if not losses["retain_loss"] <= self.training.loss_bound:
-                return None
+            self.handle.check(losses["retain_loss"])
             norm = math.hypot(*(norm for norm, _ in norms))
             distributed.clip_gradients(self.routers + self.experts, self.training.clip_norm, norm)
             torch.manual_seed(seed)  # of stochastic rounding, the same in all processes
