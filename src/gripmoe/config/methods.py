@@ -100,7 +100,7 @@ class Method(Strict):
     training: dict[str, Any] = {}
 
     FITTED_WITH: ClassVar = {"granularity", "surface", "eps_null", "max_rank"}
-    OF_BASES: ClassVar = {"constraint", "form", "basis"} | FITTED_WITH  # with what a valid row needs besides
+    OF_BASES: ClassVar = {"constraint", "form", "basis"} | FITTED_WITH
 
     @model_validator(mode="after")
     def _every_axis_has_an_effect(self) -> Method:
