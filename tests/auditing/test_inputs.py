@@ -63,6 +63,20 @@ def test_answers_may_be_letters(asked):
         assert rows_of(own_inputs(answers, asked.retain)) == rows_of(own_inputs(asked.forget, asked.retain))
 
 
+@pytest.mark.parametrize(
+    "given, subject", [({}, "general knowledge"), ({"subject": None}, "general knowledge"), ({"subject": ""}, "")]
+)
+def test_a_question_may_be_asked_without_a_line_on_its_subject(given, subject, asked):
+    plain = [{key: row[key] for key in ("question", "choices", "answer")} for row in asked.forget]
+    (first, *_) = own_inputs([row | given for row in plain], asked.retain).files["forget_questions"]
+    assert first["subject"] == subject
+    assert prompt_of(first).startswith(
+        f"The following are multiple choice questions (with answers) about {subject}."
+        if subject
+        else plain[0]["question"]
+    )
+
+
 def test_nan_in_documents_is_nothing(asked):
     plain = asked.retain_text
     as_pandas_gives_them = [{**row, "id": float("nan"), "prompt": float("nan")} for row in plain]
@@ -276,7 +290,10 @@ BAD = {
     "a choice that is no text": ({"choices": ["yes", "no", {"a": 1}, "both"]}, "are not all texts"),
     "a truth value as choice": ({"choices": ["yes", "no", True, "both"]}, "are not all texts"),
     "a right answer twice": ({"choices": ["yes", "no", "both", "yes"], "answer": 0}, "'yes' is right and stands twice"),
-    "an answer out of range": ({"answer": 4}, "answer 4 is neither 0 to 3 nor A to D"),
+    "an answer out of range": (
+        {"answer": 4},
+        "answer 4 is neither 0 to 3 nor A to D; give one of them, counting from 0",
+    ),
     "an answer of no letter": ({"answer": "E"}, "answer 'E' is neither"),
     "an answer that is a numeral": ({"answer": "1"}, "answer '1' is neither"),
     "an answer that is a truth value": ({"answer": True}, "answer True is neither"),

@@ -214,6 +214,20 @@ def test_the_number_of_processes_belongs_to_a_run(folder, tmp_path):
     assert written == {"unconstrained": 2, "seuf": None, "ptc": None}
 
 
+def test_a_model_may_compute_on_the_cpu(folder):
+    rest = "benchmarks: [wmdp_cyber]\nbenchmark_training: {wmdp_cyber: {all: {optimizer: adamw_fp32}}}\n"
+    edit(folder / "models.yaml", lambda c: c.update(mine={"source": "published", "id": "/models/mine"}))
+    trained = {}
+    for gpus in (0, 1):
+        (folder / "cpu.yaml").write_text(f"extends: single_gpu\nmodels: [mine]\ngpus: {{mine: {gpus}}}\n{rest}")
+        project = Project(folder, "cpu")
+        assert project.gpus("mine") == gpus and project.processes("mine", "unconstrained") == 1
+        trained[gpus] = project.training("mine", "wmdp_cyber", "gd", "unconstrained")
+    assert trained[0] == trained[1] and trained[0].optimizer == "adamw_fp32"
+    edit(folder / "tiny_large.yaml", lambda c: c.update(gpus={"tiny_large": 0}))
+    assert not Project(folder, "tiny_large").trains_on_gpu("tiny_large")
+
+
 def test_a_benchmark_changes_training(folder):
     training = partial(Project(folder, "tiny").training, "tiny_a")
     assert training("muse_tiny", "kl", "unconstrained").learning_rate == 1e-3
@@ -391,7 +405,7 @@ def test_mistakes_are_named(folder, file, change, message):
 
 
 def test_a_key_named_as_a_kind_of_data_is_named(folder):
-    (folder / "more.yaml").write_text("extends: tiny\ngpus: {muse: 0}\n")
+    (folder / "more.yaml").write_text("extends: tiny\ngpus: {muse: -1}\n")
     with pytest.raises(ConfigError, match="more.yaml: gpus.muse: "):
         Project(folder, "more")
 

@@ -13,11 +13,13 @@ from gripmoe.config.methods import Method, method_table
 from gripmoe.config.project import Project
 from gripmoe.constraints.base import RouterConstraint
 from gripmoe.constraints.build import build
-from gripmoe.constraints.null_space import fit_bases
+from gripmoe.constraints.null_space import NullSpaceReparameterized, fit_bases
 from gripmoe.data.corpora import Corpora
 from gripmoe.data.documents import Row, documents_of
 from gripmoe.evaluation.stop_rule import StopRule
+from gripmoe.geometry.nullspace import RetainBasis
 from gripmoe.geometry.routing import mean_stability, route, stability_by_layer
+from gripmoe.library.checks import warn_if_nothing_moves
 from gripmoe.library.constrain import methods_of_loops
 from gripmoe.moe import MoEModel
 from gripmoe.training.loop import unlearn
@@ -300,6 +302,14 @@ def test_routers_that_cannot_move_are_warned_of(rows, warns):
     with warnings.catch_warnings(record=True, action="always") as seen:
         gripmoe.constrain(model, adamw(model), [random_batch(rows=rows, seed=3)]).close()
     assert any("no direction of any router free" in str(warning.message) for warning in seen) == warns
+
+
+def test_the_layers_whose_routers_cannot_move_are_named():
+    moe = MoEModel(small_model())
+    eye_1dd = torch.eye(moe.hidden_size)[None]
+    constraint = NullSpaceReparameterized({0: RetainBasis(eye_1dd[:, :, :1]), 1: RetainBasis(eye_1dd)})
+    with pytest.warns(UserWarning, match=r"no direction of the routers of layers \[1\] free"):
+        warn_if_nothing_moves(method_table()["reparameterized"], constraint, moe)
 
 
 @pytest.mark.parametrize("another", [False, True])

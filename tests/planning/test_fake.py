@@ -49,6 +49,7 @@ NARROW = dict(
     vocab_size=64, hidden_size=64, num_hidden_layers=9, num_attention_heads=4, num_key_value_heads=4, head_dim=16,
     intermediate_size=128, moe_intermediate_size=32,
 )  # fmt: skip
+PLAIN = dict(num_hidden_layers=2, layer_types=["full_attention"] * 2, decoder_sparse_step=1)
 DENSE_FIRST = {
     "deepseek_v3": dict(
         NARROW, model_type="deepseek_v3", n_routed_experts=8, num_experts_per_tok=2, first_k_dense_replace=3,
@@ -259,7 +260,8 @@ def test_few_layers_that_do_not_run_or_differ_in_size_are_not_measured(monkeypat
     def failing(*_):
         raise RuntimeError("no fake operation")
 
-    assert layers_of(row(SMALL), 3) == {"of_layers": 2, "first": 0}
+    for few in (SMALL, TAKING_TURNS["qwen2_moe"] | PLAIN):  # of fewer layers than are measured
+        assert layers_of(row(few), 3) == {"of_layers": 2, "first": 0}
     with monkeypatch.context() as patched, pytest.raises(NotMeasurable, match=r"do not run \(no fake operation\)"):
         patched.setitem(fake.STEPS, "evaluate", failing)
         layers_of(row(SMALL), 3)

@@ -45,7 +45,12 @@ class AuditSettings(Strict):
 OWN = AuditSettings(  # with questions of one's own
     benchmark=Benchmark(
         data=PublishedData(
-            source="published", forget_questions="", retain_questions="", forget_corpus="", retain_corpus=""
+            source="published",
+            forget_questions="",
+            retain_questions="",
+            forget_corpus="",
+            retain_corpus="",
+            forget_subject="",  # each question has its own
         ),
         target={"forget_accuracy": 0.27},
         retain_documents=64,

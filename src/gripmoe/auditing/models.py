@@ -159,7 +159,9 @@ def compare_described(one: Mapping[str, Any], other: Mapping[str, Any], pair: st
     for what in [*one, *other]:
         values = [each.get(what, "absent") for each in (one, other)]
         if values[0] != values[1]:
-            remedy = "save both in one" if what == "dtype" else "give a model and what became of it"
+            remedy = "give a model and what became of it"
+            if what == "dtype":
+                remedy = "save both in one (the workflow reads a published model in the `dtype` of models.yaml)"
             raise ConfigError(f"{pair} differ in {what}: {values[0]} and {values[1]}; {remedy}")
 
 

@@ -19,7 +19,7 @@ FEWEST = 20  # questions: with fewer, intervals are too wide
 MOST = 0.6  # share of questions of which one letter is the answer
 FEWEST_FACTS = 5  # about which the questions of the split test ask; intervals are over facts
 BLANK = re.compile(r"\r?\n[ \t]*\r?\n")  # lines, of any system, that separate documents
-SUBJECT = "general knowledge"  # the default subject of a question
+SUBJECT = "general knowledge"  # the default subject of a question; "" asks without a line about it
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 
 QUESTION = ("question", "choices", "answer")  # what each row has
@@ -51,9 +51,9 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
     facts: dict[tuple[str, ...], str] = {}  # a question that stands twice is about one fact
     rights: dict[tuple[str, ...], str] = {}  # the right choice of a question
     splits: dict[str, str] = {}  # of facts: attacks on `test` questions learn from documents about facts of `dev`
-    for number, row in enumerate(rows):
+    for number, given in enumerate(rows):
         where = f"{name}: row {number + 1}"
-        row = {key: value for key, value in row.items() if not _missing(value) or key in QUESTION}
+        row = {key: value for key, value in given.items() if not _missing(value) or key in QUESTION}
         right = _right_choice(row, where)
         if rights.setdefault(asked(row), right) != right:
             raise ConfigError(
@@ -86,7 +86,7 @@ def questions_of(source: Source, flag: str, kind: str) -> list[dict]:
                 "question": row["question"],
                 "choices": [str(choice) for choice in row["choices"]],
                 "answer": _index(row["answer"]),
-                "subject": str(row.get("subject", SUBJECT)),
+                "subject": "" if given.get("subject") == "" else str(row.get("subject", SUBJECT)),
                 "fact": fact,
                 "wording": str(row.get("wording", "seen")),
                 "exposure": "forget" if kind == "forget" else exposure if exposure != "forget" else "unseen_subject",
@@ -134,7 +134,9 @@ def _right_choice(row: Mapping[str, Any], where: str) -> str:
         raise ConfigError(f"{where}: choices {list(choices)!r} are not all texts; give four, or leave the row out")
     index = _index(answer)
     if index is None:
-        raise ConfigError(f"{where}: answer {answer!r} is neither 0 to {CHOICES - 1} nor A to D; give one of them")
+        raise ConfigError(
+            f"{where}: answer {answer!r} is neither 0 to {CHOICES - 1} nor A to D; give one of them, counting from 0"
+        )
     if texts.count(texts[index]) > 1:
         raise ConfigError(f"{where}: {texts[index]!r} is right and stands twice; change one, or leave the row out")
     return texts[index]

@@ -30,7 +30,8 @@ AS_IT_IS = "as it is"
 ACCURACY = ("forget_accuracy", "retain_accuracy")
 SUMMARY = (
     *ACCURACY,
-    *("retain_accuracy_five_shot", "truthfulqa_mc1", "forced_forget_accuracy", "random_forced_forget_accuracy"),
+    *("retain_accuracy_five_shot", "truthfulqa_mc1", "forced_forget_accuracy", "forced_with_recorded_weights"),
+    "random_forced_forget_accuracy",
     *("restored_router_all", "searched_routing_after", "silenced_experts", "relearned_from_retain_after"),
     *("relearned_after", "relearned_lora_after", "relearned_routers_after", "relearned_from_corpus_after"),
     *("auc_min_40", "routing_stability", "routing_stability_corrected", "routing_stability_router_only_corrected"),

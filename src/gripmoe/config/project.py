@@ -132,14 +132,14 @@ class Project:
         return self.models[config.base] if config.source == "finetuned" else config
 
     def gpus(self, model: str) -> int:
-        """How many GPUs a model takes, and its retrained model too: one, if the world does not say. Processes that
-        train the model share its experts; a single process splits its layers over all of them."""
+        """How many GPUs a model takes, and its retrained model too: one, if the world does not say; 0 for the CPU.
+        Processes that train the model share its experts; a single process splits its layers over all of them."""
         return self.world.gpus.get(self._named(model), 1)
 
     def trains_on_gpu(self, model: str) -> bool:
         """Whether an embedded base model trains on a GPU, if there is one: if the world gives the model any. On a CPU,
         every machine of a kind trains the same base model."""
-        return self.models[model].source == "embedded" and self._named(model) in self.world.gpus
+        return self.models[model].source == "embedded" and self.world.gpus.get(self._named(model), 0) > 0
 
     def _named(self, model: str) -> str:
         """The world's model that has `model` as its retrained model or base; else `model` itself."""
@@ -152,7 +152,7 @@ class Project:
     def processes(self, model: str, method: str | None = None) -> int:
         """How many processes train a run together, or finetune a model: one on each GPU, or a single one if the method
         trains one expert, or projects the updates of all."""
-        return 1 if method and self.methods[method].experts != "all" else self.gpus(model)
+        return 1 if method and self.methods[method].experts != "all" else max(1, self.gpus(model))
 
     def training(self, model: str, benchmark: str, objective: str, method: str) -> Training | None:
         """Training of a run: the world's, changed by its objective, benchmark, method, and the overrides, in that
@@ -191,7 +191,7 @@ class Project:
         for where, key, change in own:
             if found := row.without_effect(change, training.adversary_steps):
                 raise ConfigError(f"{where}: {key}.{found[0]}: {found[1]}")
-        passes = training.gradient_accumulation * self.gpus(model) // self.processes(model, method)
+        passes = training.gradient_accumulation * self.processes(model) // self.processes(model, method)
         return training.model_copy(update={"gradient_accumulation": passes})
 
     def run(self, model: str, benchmark: str, objective: str, method: str, seed: int) -> Run:

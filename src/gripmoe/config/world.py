@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from gripmoe.config.benchmarks import Task
 from gripmoe.config.methods import Method
@@ -46,7 +46,8 @@ class World(Strict):
     basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
     # GB of host memory of each process for further bases, which every step copies; the others are read from disk
     basis_host_memory: Annotated[int, Field(ge=0)] = 64
-    gpus: dict[Name, PositiveInt] = {}  # how many a model takes, one if absent; a process on each trains the model
+    # How many a model takes, one if absent; a process on each trains the model. 0: the model computes on the CPU.
+    gpus: dict[Name, NonNegativeInt] = {}
     artefacts: Names  # rows of artefacts.yaml
 
     @property

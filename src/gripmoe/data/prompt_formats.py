@@ -45,8 +45,8 @@ def letter_question(question: str, choices: list[str]) -> str:
 
 
 def letter_description(subject: str) -> str:
-    """The line that the harness puts before the first question of a subject, with a blank line."""
-    return f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+    """The line that the harness puts before the first question of a subject, with a blank line; nothing without one."""
+    return "" if not subject else f"The following are multiple choice questions (with answers) about {subject}.\n\n"
 
 
 def truthfulqa_prompt(question: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class Realignment:
     projection of the unlearned router instead; in the sound form only if that keeps more sets.
     """
 
-    theta_Ed: Tensor
+    theta_Ed: Tensor = field(repr=False)
     fit_cosine: float
     held_out_stability: float | None
     ridge: float | None

@@ -22,7 +22,7 @@ from gripmoe.io.errors import ConfigError
 
 ASIDE = ".replaced"
 YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, of most installations, is ten times as fast
-WRITE_AGAIN = "correct the file, or run the step again that writes it"
+WRITE_AGAIN = "correct the file, or run the step of the workflow again that writes it"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 REFUSED = (errno.EROFS, errno.EACCES, errno.EPERM)
 

@@ -57,9 +57,9 @@ def _telling(folder: Path) -> Iterator[None]:
         if not isinstance(error, PermissionError):
             raise
         raise ConfigError(
-            f"{error.filename}: this user may not write it; somebody else made it. In a checkout that several users "
-            "share, each sets `umask 002`, and its owner runs `chmod -R g+w` on it and `chmod g+s` on its folders; or "
-            "take a checkout each"
+            f"{error.filename}: this user may not write it; name another folder, or have its owner allow it. In a "
+            "checkout that several users share, each sets `umask 002`, and its owner runs `chmod -R g+w` on it and "
+            "`chmod g+s` on its folders"
         ) from None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gripmoe.config.methods import Method
 from gripmoe.constraints.base import RouterConstraint
-from gripmoe.constraints.null_space import NullSpace
+from gripmoe.constraints.null_space import NullSpace, NullSpaceReparameterized
 from gripmoe.data.documents import Batch
 from gripmoe.moe import MoEModel
 from gripmoe.moe.adapters import adapter_parameters, is_adapted, unwrapped
@@ -138,14 +138,15 @@ def warn_if_nothing_moves(method: Method, constraint: RouterConstraint, moe: MoE
             "`requires_grad_(True)` on the routers before `constrain`",
             stacklevel=3,
         )
-    if isinstance(constraint, NullSpace) and all(
-        bool((b.ranks == moe.hidden_size).all()) for b in constraint.bases.values()
-    ):
-        warnings.warn(
-            "the retain tokens leave no direction of any router free, so no router moves, as under "
-            'method="frozen_router": give fewer tokens, or a method with a larger `eps_null`',
-            stacklevel=3,
-        )
+    if isinstance(constraint, NullSpace | NullSpaceReparameterized):
+        bases = constraint.bases
+        if held := [layer for layer in moe.layers if bool((bases[layer].ranks == moe.hidden_size).all())]:
+            which = "any router" if held == moe.layers else f"the routers of layers {held}"
+            warnings.warn(
+                f"the retain tokens leave no direction of {which} free, where no router moves, as under "
+                'method="frozen_router": give fewer tokens, or a method with a larger `eps_null`',
+                stacklevel=3,
+            )
 
 
 def warn_of_decay(moe: MoEModel, optimizer: torch.optim.Optimizer) -> None:

@@ -108,10 +108,11 @@ class Costs:
         return other
 
     def of(self, step: Step) -> Cost | None:
-        """The cost of a step; None for an embedded model, and for a published model that cannot be measured."""
+        """The cost of a step; None for an embedded model, for a published model that cannot be measured, and for one on
+        the CPU."""
         if step not in self._costs:
             published = isinstance(self.project.trained_from(step.model), PublishedModel)
-            question = self._question(step) if published else None
+            question = self._question(step) if published and self.project.gpus(step.model) else None
             self._costs[step] = self._cost(step, question) if question and self._layers(question) else None
         return self._costs[step]
 
@@ -314,7 +315,7 @@ def steps_of(project: Project) -> list[Step]:
     method that trains, and UNDO's distillation."""
     steps = []
     for name in project.world.models:
-        if isinstance(project.trained_from(name), PublishedModel):
+        if isinstance(project.trained_from(name), PublishedModel) and project.gpus(name):
             asked = [benchmark for benchmark in project.world.benchmarks if project.fits(name, benchmark)]
             steps += [Step(name, what, benchmark) for benchmark in asked for what in ("evaluate", "attack")]
             steps += [Step(name, "finetune_model")] * (project.models[name].source == "finetuned")

@@ -64,8 +64,8 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         raise NotMeasurable(f"model {question['model']['id']!r}: torch's fake grouped products are in bf16 alone")
     config = dimensions(question["model"])
     of_layers, config.num_hidden_layers = config.num_hidden_layers, question["layers"]
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[: question["layers"]]
+    if types := getattr(config, "layer_types", None):  # the last one again, for a model of fewer layers
+        config.layer_types = (types + types[-1:] * question["layers"])[: question["layers"]]
     processes = question["processes"]
     with _quiet(), _processes(processes), _replaced() as memory:
         fake = FakeTensorMode()
