@@ -84,8 +84,8 @@ def test_the_configuration_of_a_page_is_valid(page, tmp_path, monkeypatch):
             stream.write(f"\n{text}")
         added[file] = set(read_yaml(folder / file))
     worlds = [file.removesuffix(".yaml") for file in added if file.startswith("my_")] or ["tiny"]
-    for world in worlds:
-        project = Project(folder, world)
+    for name in worlds:
+        project = Project(folder, name)
         assert list(project.run_keys())
         for file, rows in added.items():
             if not file.startswith("my_"):
