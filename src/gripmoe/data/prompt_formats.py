@@ -46,7 +46,7 @@ def letter_question(question: str, choices: list[str]) -> str:
 
 def letter_description(subject: str) -> str:
     """The line that the harness puts before the first question of a subject, with a blank line; nothing without one."""
-    return "" if not subject else f"The following are multiple choice questions (with answers) about {subject}.\n\n"
+    return f"The following are multiple choice questions (with answers) about {subject}.\n\n" if subject else ""
 
 
 def truthfulqa_prompt(question: str) -> str:
