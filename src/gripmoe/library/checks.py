@@ -132,6 +132,7 @@ def _stepped(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def warn_if_nothing_moves(method: Method, constraint: RouterConstraint, moe: MoEModel) -> None:
+    """Warns if no router trains under Method A, and of layers whose bases leave their router no direction."""
     if method.constraint == "null_space" and not any(each.requires_grad for each in moe.router_parameters()):
         warnings.warn(
             'no router trains (`requires_grad` is False), so this acts as method="frozen_router": call '
