@@ -161,7 +161,7 @@ class Record:
 
 @cache
 def run_keys(world: str) -> list[tuple]:
-    return list(Project(CONFIG, world).run_keys())
+    return list(Project(CONFIG, world, compare=False).run_keys())
 
 
 def joined(tables: list[pd.DataFrame]) -> pd.DataFrame:

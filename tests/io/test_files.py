@@ -85,7 +85,9 @@ def test_the_folder_of_another_user_is_named(tmp_path, monkeypatch):
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
     monkeypatch.setattr(locks, "open", refuse, raising=False)  # root may write what chmod forbids
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/.lock: this user may not write it; name another folder.*umask 002"):
+    with pytest.raises(
+        ConfigError, match=rf"{tmp_path}/.lock: this user may not write it; name another folder.*umask 002"
+    ):
         with exclusive(tmp_path):
             pass
 

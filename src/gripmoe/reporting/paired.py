@@ -102,11 +102,13 @@ def paired_table(answers: pd.DataFrame, runs: pd.DataFrame) -> Table:
     for (kind, group), objective in product(apart(answers), objectives):
         entries = []
         of_objective = group[group.objective == objective]
+        of_metrics = dict(list(of_objective.groupby("metric")))
         of_group = runs[runs.model.isin(group.model.unique()) & runs.benchmark.isin(group.benchmark.unique())]
         for method in names.ordered(of_objective.method.unique()):
             cells = []
             for metric in metrics:
-                found = None if method == AGAINST else paired_difference(group, objective, method, AGAINST, metric)
+                asked = None if method == AGAINST else of_metrics.get(metric)
+                found = None if asked is None else paired_difference(asked, objective, method, AGAINST, metric)
                 cells.append(Cell(MISSING) if found is None else _cell(**found, decimals=2 if letters else 1))
             if letters:
                 of_method = of_group[(of_group.objective == objective) & (of_group.method == method)]
