@@ -46,7 +46,8 @@ class World(Strict):
     basis_memory: PositiveInt = 16  # GB of each GPU for Method A's bases
     # GB of host memory of each process for further bases, which every step copies; the others are read from disk
     basis_host_memory: Annotated[int, Field(ge=0)] = 64
-    # How many a model takes, one if absent; a process on each trains the model. 0: the model computes on the CPU.
+    # How many a model takes, one if absent; a process on each trains the model. With 0 its jobs compute
+    # on the CPU, unless they see a GPU.
     gpus: dict[Name, NonNegativeInt] = {}
     artefacts: Names  # rows of artefacts.yaml
 

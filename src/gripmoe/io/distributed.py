@@ -39,7 +39,7 @@ def require_gpus(asked: int) -> None:
         raise ConfigError(
             f"GRIPMOE_GPUS: the job asked for {asked} GPUs, and torch {torch.__version__} sees {seen} here. Compare "
             "with `nvidia-smi` on this node (the driver, torch's CUDA build, CUDA_VISIBLE_DEVICES), or give the model "
-            "fewer under `gpus` of its world: with 0 it computes on the CPU"
+            "fewer under `gpus` of its world: with 0 its jobs ask for none"
         )
 
 

@@ -44,12 +44,8 @@ GOALS = {
     ),
 }
 MEASURES = (*GOALS, "robustness")
-MEASURED = {
-    "retain_accuracy",
-    "retain_accuracy_share",
-    "routing_stability",
-    "tokens",
-}  # metrics read, beside ATTACK_METRICS
+# metrics that are read beside ATTACK_METRICS
+MEASURED = {"retain_accuracy", "retain_accuracy_share", "routing_stability", "tokens"}
 COLUMNS = (
     "objective",
     "method",
