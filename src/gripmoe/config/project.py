@@ -132,8 +132,8 @@ class Project:
         return self.models[config.base] if config.source == "finetuned" else config
 
     def gpus(self, model: str) -> int:
-        """How many GPUs a model takes, and its retrained model too: one, if the world does not say; 0 if it asks
-        for none. Processes that train the model share its experts; a single process splits its layers over all of them."""
+        """How many GPUs a model takes, and its retrained model too: one, if the world does not say; 0 if it asks for
+        none. Processes that train the model share its experts; a single process splits its layers over all of them."""
         return self.world.gpus.get(self._named(model), 1)
 
     def trains_on_gpu(self, model: str) -> bool:
