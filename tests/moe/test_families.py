@@ -79,6 +79,7 @@ for name in ("axk1", "deepseek_v32", "exaone_moe", "glm4_moe_lite", "glm_moe_dsa
 PARTICULAR["nemotron_h"] |= dict(mamba_num_heads=4, mamba_head_dim=8, ssm_state_size=4, n_groups=2, chunk_size=8)
 del PARTICULAR["solar_open"]["first_k_dense_replace"]
 PARTICULAR["qwen3_5_moe_text"] = PARTICULAR["qwen3_next"]
+PARTICULAR["lara_mini"] = PARTICULAR["qwen3_next"]
 PARTICULAR["qwen4_exp_text"] = dict(PARTICULAR["qwen3_next"])
 for name in ("axk2", "bailing_hybrid", "beam", "dots3_note_text", "hy_v4", "kimi_linear", "mistral4"):
     PARTICULAR[name] = dict(first_k_dense_replace=1, n_shared_experts=1, num_shared_experts=1, **GROUPS, **LATENT)
@@ -98,6 +99,7 @@ PARTICULAR["dots3_note_text"] |= dict(
     layer_types=["sliding_attention", "indexed_attention"], mlp_layer_types=["dense", "sparse"], per_layer_config={},
     index_topk=32, index_head_dim=16, index_n_heads=2,
 )  # fmt: skip
+PARTICULAR["inkling2_text"] = dict(unpadded_vocab_size=64)
 PARTICULAR["lfm2_moe"] = dict(layer_types=["full_attention"] * 2, num_dense_layers=1)
 PARTICULAR["granitemoehybrid"] = dict(
     mamba_n_heads=4, mamba_d_state=4, shared_intermediate_size=16, layer_types=["linear_attention", "full_attention"]
@@ -256,7 +258,7 @@ def test_a_constrained_update_keeps_every_recorded_set(family):
 
 def test_control_an_unconstrained_update_does_not(family):
     moe, recorded, _ = trained(family, held=False)
-    assert changed_sets(moe, recorded) > 0.1
+    assert changed_sets(moe, recorded) > 0.05
 
 
 # With as many groups as experts per token the limit excludes nothing: a group is as good as its best expert.
@@ -345,6 +347,19 @@ def test_a_registered_family_is_held_and_a_wrong_rule_is_refused(monkeypatch):
     gripmoe.register_family("minimax_m2", weigh)  # which leaves out the bias
     with pytest.raises(ValueError, match="missing: a rule that selects what the router of layer 0 has selected"):
         make("minimax_m2").trace([batch])
+
+
+def test_layers_that_run_several_times_in_a_pass_are_refused(monkeypatch):
+    """Without a row, and with one, when routing is first recorded."""
+    blocks = dict(num_hidden_layers=4, layer_types=["hybrid_sliding"] * 4, n_layers_per_attn_res_block=2)
+    looped = blocks | dict(loop_layer_index_start=2, loop_layer_index_end=4, loop_num_passes=3)
+    with pytest.raises(ValueError, match="missing: layers that run once in a forward pass; write: a model without"):
+        make("inkling2_loop_text", **looped)
+    monkeypatch.setitem(FAMILIES, "inkling2_loop_text", FAMILIES["inkling2_text"])
+    moe, batch = make("inkling2_loop_text", **looped), collate(rows(), 0)
+    with pytest.raises(ValueError, match="missing: layers that run once in a forward pass"):
+        moe.trace([batch])
+    make("inkling2_loop_text", **looped | dict(loop_num_passes=1)).trace([batch])
 
 
 def test_a_family_tells_of_experts_that_its_configuration_does_not_count(monkeypatch):
@@ -634,8 +649,8 @@ def test_a_model_saved_in_bf16_keeps_its_routers_in_fp32(moe, family, tokenizer,
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "weights", dtype="auto")
     for layer in saved.layers:
         assert torch.equal(loaded.theta(layer), saved.theta(layer)), family
-        if family not in ("beam", "ernie4_5_moe", "flint", "inkling2_text"):  # which keep them in fp32 by themselves
-            assert not torch.equal(MoEModel(plain).theta(layer), saved.theta(layer))
+        if (rounded := MoEModel(plain).theta(layer)).dtype == torch.bfloat16:  # many families keep fp32 by themselves
+            assert not torch.equal(rounded, saved.theta(layer))
 
 
 def test_log_probabilities_and_kl_are_of_the_logits_that_a_family_gives(family):

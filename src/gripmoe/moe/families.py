@@ -148,7 +148,7 @@ FAMILIES = {
     "mistral": DENSE,
     "llama": DENSE,
     **dict.fromkeys(  # of these, Qwen1.5-MoE's checkpoints set norm_topk_prob: false
-        ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen4_exp_text", "olmoe", "flex_olmo", "mellum"),
+        ("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen4_exp_text", "olmoe", "flex_olmo", "mellum", "lara_mini"),
         Family(_renormalized_if_so_configured),
     ),
     **dict.fromkeys(("qwen3_5_moe_text", "mixtral", "minimax"), Family(_renormalized)),
@@ -204,6 +204,9 @@ def register_family(model_type: str, weigh: Weigh, rule: Rule = _plain) -> None:
     FAMILIES[model_type] = Family(weigh, rule, checked=True)
 
 
+LOOPED = "layers that run once in a forward pass", "a model without looped layers"  # what is missing, what to write
+
+
 def family_of(model: nn.Module) -> Family:
     """The family of a transformers model. Raises ValueError for an unknown family; the message says what is missing."""
     model_type = model.config.model_type if hasattr(model, "config") else None
@@ -229,6 +232,8 @@ def _missing(model: nn.Module) -> tuple[str] | tuple[str, str]:
             "routers whose logits transformers records; the model is dense or hides its routers",
             "`router_logits` in the `_can_record_outputs` of a model that has routers",
         )
+    if getattr(model.config, "loop_num_passes", 1) > 1:
+        return LOOPED
     name = record.target_class.__name__
     layers = getattr(getattr(model, "model", None), "layers", None)
     if layers is None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gripmoe.data.documents import Batch, as_batch
 from gripmoe.geometry.routing import LayerRouting, RoutingTrace, SelectionRule
 from gripmoe.moe.adapters import below_adapters
-from gripmoe.moe.families import DENSE, family_of, router_class, unfit
+from gripmoe.moe.families import DENSE, LOOPED, family_of, router_class, unfit
 from gripmoe.moe.forcing import Forcing, Routes
 from gripmoe.moe.fp32 import compute_in_fp32, release
 from gripmoe.moe.modes import evaluating, freeze
@@ -257,6 +257,8 @@ class MoEModel:
                 nothing = False
                 inputs = as_batch(batch, self.model.device).inputs
                 self.model.model(**inputs)
+                if any(count > 1 for count in recorder.passes().values()):
+                    raise unfit(self.model, *LOOPED)
                 trace = recorder.take(counted_tokens(inputs["attention_mask"]))
                 if self.family.checked:
                     self._check(trace)

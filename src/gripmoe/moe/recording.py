@@ -35,6 +35,10 @@ class RoutingRecorder:
     def _add(self, layer: int, routing: LayerRouting, padding: Padding | None) -> None:
         self._seen.setdefault(layer, []).append((routing, padding))
 
+    def passes(self) -> dict[int, int]:
+        """How often each layer has routed since the last `take`."""
+        return {layer: len(passes) for layer, passes in self._seen.items()}
+
     def take(self, keep: Tensor | None = None) -> RoutingTrace:
         """Returns and clears the trace of the forward passes since the last call. `keep` (bool, one entry per token)
         selects tokens, for example those that are not padding."""
