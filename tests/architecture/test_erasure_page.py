@@ -223,7 +223,7 @@ def test_what_is_said_of_every_method_is_the_records():
     methods = found.index.get_level_values("method")
     fast, plain = methods.str.endswith("_x3") | (methods == "mudman"), ~methods.str.contains("adversary|mudman")
     assert (
-        f"Every row without an adversary has an excess of {found.excess[plain].min():.2f} or more on these base models"
+        f"Every row without an adversary has an excess of {found.excess[plain].min():.3f} or more on these base models"
         in TEXT
     )
     assert f"among them, it is {found.excess[fast].max():.2f} or less" in TEXT
