@@ -23,7 +23,7 @@ help:
 	@echo "make setup     the environment in $(VENV); commands that need it make it"
 	@echo "make figures   tables and figures of the tiny world, from nothing, into paper_figures/tiny"
 	@echo "make figures-all   all objectives, methods and ablations at one seed; shares what figures has computed"
-	@echo "make record    main methods and ablations over six base models; about 7.5 hours, resumes (HOURS=2: stops after two; ADD=1: keeps docs/record)"
+	@echo "make record    main methods and ablations over six base models; about 9 hours, resumes (HOURS=2: stops after two; ADD=1: keeps docs/record)"
 	@echo "make base      trains the base models of the package again and compares their scores; 8 to 18 minutes on one core"
 	@echo "make report    one HTML page of what has been rendered"
 	@echo "make sphinx    adds what builds the site"
