@@ -57,9 +57,9 @@ def folder_of(record: str) -> Path:
 
 def mean_of(record: str, objective: str, method: str, metric: str) -> float:
     """Mean over base models, or over the runs of a single one; of the original and retrained models too. With "all",
-    the mean over objectives; with "news_all" or "news_gd", of MUSE. The metric "runs" is their number, "forgot" and "missed"
-    the numbers of those that reached their forget target and that did not. Raises ValueError for "all" of a method that
-    was not measured under each."""
+    the mean over objectives; with "news_all" or "news_gd", of MUSE. The metric "runs" is their number, "forgot" and
+    "missed" the numbers of those that reached their forget target and that did not. Raises ValueError for "all" of a
+    method that was not measured under each."""
     runs = of_kind(runs_of(record), "news" if objective.startswith("news_") else "letters")
     objective = NO_OBJECTIVE if method in names.NOT_UNLEARNED else objective.removeprefix("news_")
     of_objective = (runs.objective == objective) | (objective == "all")

@@ -94,7 +94,7 @@ def test_a_mistake_in_an_attempt_is_told_before_anything_is_made(flags, said, tm
 @pytest.mark.parametrize("flag", ["--methods", "--objectives"])
 def test_a_name_that_no_run_has_is_told_before_anything_is_measured(flag, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
-        run("expert_attribution.py", monkeypatch, flag, "no-such", "--output", tmp_path / "a.csv")
+        run("finished_runs.py", monkeypatch, "expert_attribution", flag, "no-such", "--output", tmp_path / "a.csv")
     assert f"{flag}: unknown name 'no-such'" in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -112,7 +112,8 @@ def test_attempts_are_kept_by_what_was_tried(tmp_path):
 
 def test_each_expert_has_what_the_answers_lose_without_it(results, tmp_path, monkeypatch):
     output = tmp_path / "experts.csv"
-    run("expert_attribution.py", monkeypatch, "--results", results, "--output", output, "--methods", "original")
+    flags = "--results", results, "--output", output, "--methods", "original"
+    run("finished_runs.py", monkeypatch, "expert_attribution", *flags)
     table, moe = pd.read_csv(output), MoEModel(small_model())
     assert set(table.method) == {"original"} and set(table.model) == {"tiny_a"}
     assert len(table) == len(moe.layers) * moe.num_experts == len(table[["layer", "expert"]].drop_duplicates())
@@ -135,7 +136,7 @@ def test_longer_relearning_goes_on_where_the_attack_of_a_run_ends(results, tmp_p
     """Its first 20 steps are those of the attack, and the weights are the same for both kinds of updates."""
     output = tmp_path / "longer.csv"
     flags = "--worlds", "tiny_erasure", "--methods", "retrained", "--steps", 20, 21
-    run("longer_relearning.py", monkeypatch, "--results", results, "--output", output, *flags)
+    run("finished_runs.py", monkeypatch, "longer_relearning", "--results", results, "--output", output, *flags)
     table = pd.read_csv(output).set_index("metric").value
     names = [f"relearned_{kind}after_{step}" for kind in ("", "lora_") for step in (20, 21)]
     assert sorted(table.index) == sorted(names)

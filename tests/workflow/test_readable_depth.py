@@ -17,8 +17,8 @@ WORKFLOW = Path(__file__).parents[2] / "workflow"
 
 def measured(monkeypatch, results, output):
     flags = ["--worlds", "tiny", "tiny_muse", "--results", results, "--output", output]
-    monkeypatch.setattr(sys, "argv", ["readable_depth.py", *map(str, flags)])
-    runpy.run_path(str(WORKFLOW / "readable_depth.py"))["main"]()
+    monkeypatch.setattr(sys, "argv", ["finished_runs.py", "readable_depth", *map(str, flags)])
+    runpy.run_path(str(WORKFLOW / "finished_runs.py"))["main"]()
     return pd.read_csv(output)
 
 

@@ -2,14 +2,11 @@
 
 import os
 
-from gripmoe.reporting import RENDERING
+from gripmoe.reporting import RENDERING, TABLES
 from gripmoe.reporting.specifications import description, notebook_of
 
-RUNS = f"{RESULTS}/runs_{PROJECT.name}.csv"
-# Notebooks look for these beside RUNS: the checks of training, the answers to every item, the attacks on every item.
-HISTORIES = f"{RESULTS}/histories_{PROJECT.name}.csv"
-ANSWERS = f"{RESULTS}/answers_{PROJECT.name}.csv"
-ATTACKS = f"{RESULTS}/attacks_{PROJECT.name}.csv"
+# Notebooks look for the others beside "runs": the checks of training, the answers to every item, the attacks on every item.
+COLLECTED = {name: f"{RESULTS}/{name}_{PROJECT.name}.csv" for name in TABLES}
 # Relative, as all inputs: Snakemake recognizes a file by its path, and a checkout may lie elsewhere.
 NOTEBOOKS = Path(os.path.relpath(Path(workflow.basedir).resolve() / "notebooks"))
 try:
@@ -36,10 +33,7 @@ rule collect:
     input:
         [file for key in SHOWN for file in results_of(key)],
     output:
-        runs=RUNS,
-        histories=HISTORIES,
-        answers=ANSWERS,
-        attacks=ATTACKS,
+        **COLLECTED,
     log:
         f"{LOGS}/collect_{PROJECT.name}.log",
     conda:
@@ -62,10 +56,7 @@ for artefact in WORLD.artefacts:
             f"render_{artefact}"
         input:
             notebook=NOTEBOOK[artefact],
-            runs=RUNS,
-            histories=HISTORIES,
-            answers=ANSWERS,
-            attacks=ATTACKS,
+            **COLLECTED,
         output:
             files=[
                 (
@@ -97,8 +88,7 @@ for artefact in WORLD.artefacts:
 
 rule explore:
     input:
-        runs=RUNS,
-        tables=[HISTORIES, ANSWERS, ATTACKS],
+        **COLLECTED,
         data=[
             f"{DATA}/{name}.jsonl".format(benchmark=benchmark)
             for benchmark in SHOWN_BENCHMARKS
@@ -125,8 +115,7 @@ rule manifest:
         artefacts=ARTEFACTS,
         explorer=EXPLORER,
         notebooks=sorted(set(NOTEBOOK.values())),
-        runs=RUNS,
-        tables=[HISTORIES, ANSWERS, ATTACKS],
+        **COLLECTED,
     output:
         report(MANIFEST, caption="../report/manifest.rst", category="Provenance"),
     log:
@@ -139,5 +128,5 @@ rule manifest:
     params:
         code=code_fingerprint("gripmoe.cli.manifest:manifest", *[f"gripmoe.cli.{step}:{step}" for step in STEPS]),
     shell:
-        "gripmoe manifest {input.artefacts} {input.explorer} {input.notebooks} {input.tables} --runs {input.runs} --output {output}"
+        "gripmoe manifest {input.artefacts} {input.explorer} {input.notebooks} {input.histories} {input.answers} {input.attacks} --runs {input.runs} --output {output}"
         " > {log} 2>&1"

@@ -145,13 +145,10 @@ class MoEModel:
         """Router weight of a layer, (E, d), fp32."""
         return self.router(layer).weight
 
-    def freeze_router_biases(self) -> list[nn.Parameter]:
-        """Freezes all router parameters but the weight, such as GPT-OSS's logit bias or a PEFT adapter. Returns the
-        parameters that this call has frozen."""
+    def freeze_router_biases(self) -> None:
+        """Freezes all router parameters but the weight, such as GPT-OSS's logit bias or a PEFT adapter."""
         weights = {id(self.theta(layer)) for layer in self.layers}
-        biases = [p for p in self.router_parameters() if id(p) not in weights and p.requires_grad]
-        freeze(biases)
-        return biases
+        freeze(p for p in self.router_parameters() if id(p) not in weights)
 
     def thetas(self) -> dict[int, Tensor]:
         """A detached copy of every router weight, on the model's device."""
