@@ -1,5 +1,5 @@
-"""Measures finished runs of letter questions by their weights, which lie below `--results`. A row begins with the key of
-its run.
+"""Measures finished runs of letter questions by their weights, which lie below `--results`. A row begins with the key
+of its run.
 
     python workflow/finished_runs.py readable_depth --worlds record_main tiny_erasure --output depth.csv
     python workflow/finished_runs.py longer_relearning --worlds tiny_erasure_held_out --output longer.csv
