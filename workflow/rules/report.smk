@@ -55,8 +55,8 @@ for artefact in WORLD.artefacts:
         name:
             f"render_{artefact}"
         input:
-            notebook=NOTEBOOK[artefact],
             **COLLECTED,
+            notebook=NOTEBOOK[artefact],
         output:
             files=[
                 (
@@ -112,10 +112,10 @@ rule explore:
 
 rule manifest:
     input:
+        **COLLECTED,
         artefacts=ARTEFACTS,
         explorer=EXPLORER,
         notebooks=sorted(set(NOTEBOOK.values())),
-        **COLLECTED,
     output:
         report(MANIFEST, caption="../report/manifest.rst", category="Provenance"),
     log:
