@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import sys
 from functools import wraps
 from math import nan
@@ -220,7 +221,7 @@ def test_shuffled_choices_are_told_by_their_own_letters(asked, tokenizer):
     assert len(shuffled) and (shuffled.correct == (shuffled.given == shuffled.answer)).all()
 
 
-def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files, tmp_path, monkeypatch):
+def test_an_interrupted_audit_goes_on_and_another_model_is_refused_there(pair, files, tmp_path, monkeypatch):
     broken = {"quantisation"}
     made = noted([*ATTACK_GROUPS["forcing"], *ATTACK_GROUPS["quantisation"]], monkeypatch, broken)
     given = dict(**files, attacks=QUICK, output=tmp_path / "audit")
@@ -232,8 +233,20 @@ def test_an_interrupted_audit_goes_on_and_another_model_begins_anew(pair, files,
     report = gripmoe.audit(pair / "original", pair / "unlearned", **spelled_otherwise)
     assert made == ["expert forcing", "quantisation", "quantisation"]
     assert {"forced_forget_accuracy", "quantized_4_bit"} <= report.found["unlearned"].metrics.keys()
-    gripmoe.audit(pair / "original", pair / "original", **given)
-    assert made[3:] == ["expert forcing", "quantisation"]
+    with pytest.raises(ConfigError, match=f"--output {tmp_path}/audit: .* the audit of another unlearned model; give"):
+        gripmoe.audit(pair / "original", pair / "retrained", **given)
+    again = gripmoe.audit(pair / "original", pair / "unlearned", **given)
+    assert again.to_frame().equals(report.to_frame()) and made[3:] == []
+
+
+def test_a_model_saved_without_a_tokenizer_has_that_of_the_original(pair, files, tmp_path, capsys):
+    """The control: without one for the original there is none."""
+    bare = shutil.copytree(pair / "unlearned", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "vocab*"))
+    with_own = gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=[])
+    assert gripmoe.audit(pair / "original", bare, **files, attacks=[]).found == with_own.found
+    assert f"--unlearned {bare}: the folder has no tokenizer; that of --original is used" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="bare: .*tokenizer"):
+        gripmoe.audit(bare, pair / "unlearned", **files, attacks=[])
 
 
 def test_weights_of_another_dtype_are_refused_where_the_configuration_names_none(pair, files, tokenizer, tmp_path):
@@ -253,7 +266,7 @@ def test_a_retrained_model_and_further_steps_keep_what_is_measured(pair, files, 
     assert made == ["expert forcing", "relearning from retain documents"]
     gripmoe.audit(*two, **given, relearning={"steps": [1, 2]})
     assert made[2:] == ["relearning from retain documents"]
-    assert "unlearned_relearning.json: of other models, data, settings or code" in capsys.readouterr().out
+    assert "unlearned_relearning.json: of other data, settings or code" in capsys.readouterr().out
     gripmoe.audit(*two, **given, relearning={"steps": [1, 2]}, retrained=pair / "retrained")
     assert made[3:] == ["expert forcing", "relearning from retain documents"], "of the retrained model alone"
 

@@ -111,6 +111,7 @@ def audit(
         folder = Path(output) / "state" if output else Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if output:
             stack.enter_context(exclusive(Path(output)))
+            _check_same_models(folder, digests)
             remove_halves(folder)
             remove_halves(folder / "data")
         inputs.write(folder / "data")
@@ -133,6 +134,18 @@ def _check_output(folder: Path) -> None:
     for name, what in (("config.json", "a model"), ("index.html", "a page of something else")):
         if (folder / name).exists() and not (folder / "state").is_dir():
             raise ConfigError(f"--output {folder}: this folder holds {what}; give another one")
+
+
+def _check_same_models(states: Path, digests: Mapping[str, str]) -> None:
+    """Refuses a folder whose measurements are of other models: they would be lost."""
+    for state in states.glob("*.json"):
+        for measured in read_json(state).values():
+            for name, digest in measured["identity"]["models"].items():
+                if digests.get(name, digest) != digest:
+                    raise ConfigError(
+                        f"--output {states.parent}: this folder holds the audit of another {name} model; give another "
+                        "folder, or delete this one"
+                    )
 
 
 def _inputs(forget: Source | None, retain: Source | None, texts: Sequence[Source | None], relearning: Any) -> Inputs:
@@ -190,7 +203,7 @@ def _from_folders(given: Mapping[str, str | Path], finetuning: Relearning | None
     loaded, tokenizers = {}, {}
     for name, folder in given.items():
         device = None if name == "unlearned" else "cpu"
-        loaded[name], tokenizers[name] = models.load(found[name], folder, device)
+        loaded[name], tokenizers[name] = models.load(found[name], folder, device, tokenizers.get("original"))
         described = (models.described(model.config, {}, model.dtype) for model in (loaded["original"], loaded[name]))
         models.compare_described(*described, f"--original and --{name}")
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")
@@ -238,7 +251,7 @@ def _measured(
         label = name if model == "unlearned" else f"{name} ({model})"
         state, is_known = states[model, name], (model, name) in known
         if not is_known and state.exists() and name in read_json(state):
-            tqdm.write(f"{state}: of other models, data, settings or code; measured anew")
+            tqdm.write(f"{state}: of other data, settings or code; measured anew")
         if not fits(name) and not is_known:
             absent[label] = f"the budget of {budget:g} minutes is spent"
             continue

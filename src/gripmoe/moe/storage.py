@@ -112,17 +112,21 @@ def _of_a_model(file: Path, written: Path) -> bool:
 
 
 def load_model(
-    folder: Path | str, device: str | None = None, *, trust_remote_code: bool = False
+    folder: Path | str,
+    device: str | None = None,
+    *,
+    tokenizer: transformers.PreTrainedTokenizerBase | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]:
     """Loads a model in eval mode, in the dtype of its checkpoint, and its tokenizer from a folder (ours). Routers that
     `save_model` has written are in fp32. A tokenizer without a padding token (Mixtral's) pads with its end-of-text
-    token, which the attention mask hides.
+    token, which the attention mask hides. Of a folder without a tokenizer, give the model's `tokenizer`.
 
     The layers are spread evenly over all GPUs that the process sees (`visible_devices`), or placed on `device`. Raises
     ConfigError for a file that is missing or truncated, and for routers that belong to other weights or are not
     finite."""
     folder = Path(folder)
-    tokenizer, model = _read(folder, trust_remote_code)
+    tokenizer, model = _read(folder, tokenizer, trust_remote_code)
     place(model, [device] if device else visible_devices())
     if (folder / ROUTERS).exists():
         moe = MoEModel(model)
@@ -147,7 +151,9 @@ def with_pad_token(tokenizer: transformers.PreTrainedTokenizerBase) -> transform
     return tokenizer
 
 
-def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
+def _read(
+    folder: Path, tokenizer: transformers.PreTrainedTokenizerBase | None, remote: bool
+) -> tuple[transformers.PreTrainedTokenizerBase, transformers.PreTrainedModel]:
     if not (folder / "config.json").is_file():
         remedy = "give the folder that `save_model` has written"
         if aside(folder).exists():
@@ -157,7 +163,7 @@ def _read(folder: Path, remote: bool) -> tuple[transformers.PreTrainedTokenizerB
         with open_tensors(file):  # transformers does not name the truncated file
             pass
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
+        tokenizer = tokenizer or transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=remote)
         model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype="auto", trust_remote_code=remote, output_loading_info=True
         )
