@@ -139,19 +139,6 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     half = 2.447 * lower.std() / 7**0.5
     told = f"it is higher by {lower.mean():.2f} ({lower.mean() - half:.2f} to {lower.mean() + half:.2f}, a post-hoc"
     assert told in TEXT
-    longer = pd.read_csv(RECORD / "held_out" / "longer_relearning.csv")
-    after = longer[longer.metric == "relearned_after_100"].pivot(index="model", columns="method", values="value")
-    lowest = [-bound(after.retrained - after[name]) for name in (methods[1], "frozen_router", methods[0])]
-    told = "(one-sided 95 % lower bounds {:.3f} and {:.3f}). For a frozen router with an adversary this is undecided"
-    told += " ({:.3f})."
-    assert told.format(*lowest) in TEXT and min(lowest[:2]) > 0.05 > lowest[2]
-    both = by_method(pd.concat([HELD_OUT, FURTHER])).loc[[*methods]]
-    assert (both.base_models == 13).all()
-    frozen, ours = (row for _, row in both.iterrows())
-    told = "excess of {:.2f} (bound {:.3f}), and the anchored method {:.2f} (bound {:.3f}) and a routing stability of "
-    told += "{:.2f} (bound {:.3f})."
-    values = frozen.excess, frozen.excess_bound, ours.excess, ours.excess_bound, ours.routing, ours.routing_bound
-    assert told.format(*values) in TEXT
 
 
 def bound(values):
@@ -285,8 +272,6 @@ def test_dev_questions_chose_the_adversarys_rate():
     assert (of_rates.count() == 2).all() and of_rates.mean().idxmin() == 3
     means = "{:.2f}, {:.2f}, {:.2f} and {:.2f} at rates of {:.0f}, {:.0f}, {:.0f} and {:.0f}."
     assert means.format(*of_rates.mean(), *of_rates.groups) in TEXT
-    assert (table[stricter].routing_stability_asked == 0.96).all()
-    assert f"still answers {table[stricter].dev_forget_accuracy.mean():.1f} of the forget questions" in TEXT
 
 
 def test_what_settings_of_the_anchored_method_return_is_the_records():
@@ -315,13 +300,12 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
         assert "| " + " | ".join([label, *(f"{value:.2f}" for value in found)]) + " |" in PAGE, label
     after_10 = groups.dev_relearned_after_10.mean()[anchored].sort_values()
     first = tried.query("method == @anchored and change.str.contains('3.0}')").dev_relearned_after_10.mean()
-    least, second = after_10.iloc[:2]
-    told = f"return {least:.2f} in place of {first:.2f} after 10 steps of relearning"
+    told = f"return {after_10.iloc[0]:.2f} in place of {first:.2f} after 10 steps of relearning"
     assert told in TEXT and '"adversary_steps": 4' in after_10.index[0]
-    assert f"No other setting of the anchored method returns less than {second:.2f}." in TEXT
     of_late = tried[late].groupby("anchor_from_step").mean(numeric_only=True)
-    told = "these models have a routing stability of {:.2f} and {:.2f}. They answer {:.2f} and {:.2f} of the dev"
-    assert told.format(*of_late.routing_stability, *of_late.dev_relearned_after_10) in TEXT
+    assert "An anchor that begins after 120 or 200 steps keeps the routing, and models relearn more" in TEXT
+    assert [*of_late.index] == [120, 200] and (of_late.routing_stability > 0.93).all()
+    assert (of_late.dev_relearned_after_10 > first).all()
 
 
 AVERAGED = load_runs(RECORD / "averaged" / "runs.csv")
@@ -357,44 +341,15 @@ def test_what_averages_of_the_weights_change_is_the_records():
     assert f"a little more of the routing**: {told}" in TEXT
 
 
-def test_what_averages_of_the_weights_return_is_the_records():
-    tried = pd.read_csv(RECORD / "attempts_averaged.csv")
-    decays = tried.change.map(lambda change: json.loads(change).get("average_decay", 0.0))
-    assert (tried.groupby([decays, "seed"]).model.nunique() == 2).all() and set(tried.status) == {"reached"}
-    of = tried.groupby([decays.rename("decay"), "seed"]).mean(numeric_only=True)
-    both = of.groupby("decay").mean()
-    told = "models answer {:.2f} of the dev questions after 10 steps of relearning, and {:.2f} without an average."
-    assert told.format(*both.dev_relearned_after_10[[0.98, 0.0]]) in TEXT
-    one = both.dev_relearned_after_10[[0.95, 0.99]]
-    assert "(one seed) they answer {:.2f} and {:.2f}.".format(*one) in TEXT
-    told = "the difference is smaller: {:.2f} and {:.2f} after 20 steps."
-    assert told.format(*both.relearned_after_20[[0.98, 0.0]]) in TEXT
-
-
 def test_what_later_restarts_return_is_the_records():
-    tried = pd.read_csv(RECORD / "attempts_restart.csv")
-    assert (tried.groupby(["method", "change"]).model.nunique() == 2).all()
-    of = tried.groupby(["method", "change"]).mean(numeric_only=True)
-    late, early = '{"adversary_rate": 3.0, "adversary_restart": 40}', '{"adversary_rate": 3.0}'
-    frozen, anchored = (of.loc[f"{name}_adversary_x3"] for name in ("frozen_router", "anchored"))
-    found = pd.DataFrame([frozen.loc[late], frozen.loc[early], of.loc["retrained", "{}"]])
-    labels = {
-        "dev, other forget facts": "dev_relearned",
-        "test, other forget facts": "relearned",
-        "test, retain documents": "relearned_from_retain",
-    }
-    for label, name in labels.items():
-        *here, retrained = found[f"{name}_after_100"]
-        assert "| {} | {:.2f} | {:.2f} | {:.2f} |".format(label, *here, retrained) in PAGE
-        assert min(here) - retrained > 0.05 or "other" not in label
-    later = anchored.drop(early).dev_forget_accuracy
-    told = "later restarts, models answer {:.2f} to {:.2f} of the dev questions before any attack. With a restart after"
-    told += " ten steps they answer {:.2f}."
-    assert told.format(later.min(), later.max(), anchored.loc[early].dev_forget_accuracy) in TEXT
-    before = pd.read_csv(RECORD / "attempts_tuning.csv").query("change == @early").dev_relearned_after_10.mean()
-    again = anchored.loc[early].dev_relearned_after_10
-    told = f"trained again answer {again:.2f} after 10 steps of relearning, and the earlier ones {before:.2f}."
-    assert told in TEXT and len(frozen) + len(anchored) == 12
+    tried = pd.read_csv(RECORD / "attempts_restart.csv").query("method == 'frozen_router_adversary_x3'")
+    of = tried.groupby("change").mean(numeric_only=True)
+    late, early = (
+        of.loc[key] for key in ('{"adversary_rate": 3.0, "adversary_restart": 40}', '{"adversary_rate": 3.0}')
+    )
+    assert "it lowers what 100 steps on other forget facts return, and raises what retain documents return." in TEXT
+    assert (late < early)[["dev_relearned_after_100", "relearned_after_100"]].all()
+    assert late.relearned_from_retain_after_100 > early.relearned_from_retain_after_100
 
 
 def test_attacks_tell_models_apart_as_the_page_says():
@@ -434,21 +389,6 @@ def test_which_attack_finds_most_is_the_records():
     assert sorted(strongest[plain]) == ["relearned_after_5"] + 4 * ["relearned_lora_after_20"]
     others = ["quantized_4_bit", "relearned_after_20", "relearned_lora_after_20"]
     assert sorted(strongest[fast]) == others + 2 * ["searched_routing_after_64"]
-
-
-def test_what_is_left_of_the_attacked_anchor_is_the_records():
-    wide = RUNS.pivot_table(index=KEYS, columns="metric", values="value").reset_index()
-    ours = wide[(wide.method == "anchored_adversary") & (wide.objective == "unlikelihood")].set_index("model")
-    retrained = wide[wide.method == "retrained"].set_index("model")
-    low_rank = [each.relearned_lora_after_20.mean() for each in (ours, retrained)]
-    told = "answers {:.2f} of the other forget questions, and the retrained models {:.2f}.".format(*low_rank)
-    assert f"`anchored_adversary` under unlikelihood {told}" in TEXT
-    others = [
-        name
-        for name in ATTACK_METRICS
-        if name in wide and not name.startswith(("relearned_after", "relearned_lora", "relearned_routers"))
-    ]
-    assert f"{(ours[others] - retrained[others]).max().max():.2f}" == "0.05"
 
 
 @pytest.mark.parametrize("row", rows("An earlier test on six base models"), ids=lambda row: row[0])
@@ -523,12 +463,6 @@ def test_the_depths_are_what_was_measured():
         "is {:.2f}: {:+.2f} under GD ({} runs), {:.2f} under KL ({}), {:.2f} under NPO ({}) and {:.2f} under RMU ({})."
     )
     assert told.format(relearned, *by["gd"], *by["kl"], *by["npo"], *by["rmu"]) in text
-    here = depths.merge(strongest_attacks(RUNS), on=KEYS)
-    excess, forgetting = (here.depth.corr(here[name], "spearman") for name in ("excess", "forget_accuracy"))
-    assert (
-        f"Over {len(here)} runs of `tiny_erasure`" in text and f"is {excess:.2f} between depth and the excess" in text
-    )
-    assert f"are less deep too ({forgetting:.2f})." in text
 
 
 EXPERTS = pd.read_csv(RECORD / "expert_attribution.csv")
