@@ -244,7 +244,10 @@ def test_a_model_saved_without_a_tokenizer_has_that_of_the_original(pair, files,
     bare = shutil.copytree(pair / "unlearned", tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "vocab*"))
     with_own = gripmoe.audit(pair / "original", pair / "unlearned", **files, attacks=[])
     assert gripmoe.audit(pair / "original", bare, **files, attacks=[]).found == with_own.found
-    assert f"--unlearned {bare}: the folder has no tokenizer; that of --original is used" in capsys.readouterr().out
+    assert (
+        f"--unlearned {bare}: the folder has no tokenizer; that of the original model is used"
+        in capsys.readouterr().out
+    )
     with pytest.raises(ConfigError, match="bare: .*tokenizer"):
         gripmoe.audit(bare, pair / "unlearned", **files, attacks=[])
 

@@ -121,7 +121,7 @@ def test_weights_that_are_missing_are_not_drawn_at_random(copy, pair, tokenizer,
     del state[lost]
     save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"the weights lack {lost}"):
-        models.load(models.find(copy, "--unlearned"), copy)
+        models.load(models.find(copy, "--unlearned"))
 
 
 def test_code_of_a_model_is_not_run_unasked(copy):
@@ -180,8 +180,8 @@ def test_an_adapter_is_merged_into_the_original(pair, tokenizer, tmp_path):
     original = models.find(pair / "original", "--original")
     found = models.find(tmp_path / "adapter", "--unlearned", original=original)
     models.compare(original, found)
-    model, _ = models.load(found, tmp_path / "adapter")
-    before, _ = models.load(original, pair / "original")
+    model, _ = models.load(found)
+    before, _ = models.load(original)
     moved = changes(MoEModel(before), MoEModel(model))
     assert moved["changed_attention"] > 0 and moved["changed_experts"] == moved["changed_router"] == 0
     assert sum("lora" in name for name, _ in model.named_parameters()) == 0
@@ -216,7 +216,7 @@ def test_routers_of_an_adapter_are_not_rounded(tokenizer, tmp_path):
     adapted.save_pretrained(tmp_path / "adapter")
     original = models.find(tmp_path / "original", "--original")
     found = models.find(tmp_path / "adapter", "--unlearned", original=original)
-    loaded = MoEModel(models.load(found, tmp_path / "adapter")[0])
+    loaded = MoEModel(models.load(found)[0])
     assert all(torch.equal(loaded.theta(layer), theta_Ed) for layer, theta_Ed in trained.items())
 
 
@@ -239,17 +239,17 @@ def test_an_adapter_of_the_hub_is_downloaded_with_its_weights(pair, tokenizer, t
     original = models.find(pair / "original", "--original")
     found = models.find("owner/adapter", "--unlearned", original=original)
     assert found.adapter == described
-    model, _ = models.load(found, "owner/adapter")
+    model, _ = models.load(found)
     assert sum("lora" in name for name, _ in model.named_parameters()) == 0
 
 
 def test_a_model_in_shards_is_the_same(pair, tokenizer, tmp_path):
-    model, _ = models.load(models.find(pair / "unlearned", "--unlearned"), pair / "unlearned")
+    model, _ = models.load(models.find(pair / "unlearned", "--unlearned"))
     model.save_pretrained(tmp_path / "shards", max_shard_size="50KB")
     tokenizer.save_pretrained(tmp_path / "shards")
     assert len(list((tmp_path / "shards").glob("model-*.safetensors"))) > 2
-    again, _ = models.load(models.find(tmp_path / "shards", "--unlearned"), tmp_path / "shards")
+    again, _ = models.load(models.find(tmp_path / "shards", "--unlearned"))
     assert set(changes(MoEModel(model), MoEModel(again)).values()) == {0.0}
     next((tmp_path / "shards").glob("model-*.safetensors")).unlink()
     with pytest.raises(ConfigError, match="no model can be read from here"):
-        models.load(models.find(tmp_path / "shards", "--unlearned"), tmp_path / "shards")
+        models.load(models.find(tmp_path / "shards", "--unlearned"))

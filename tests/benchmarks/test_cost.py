@@ -28,13 +28,13 @@ from gripmoe.planning.fake import STEPS
 from gripmoe.training import steps
 
 def step(**changes):
-    config = AutoConfig.for_model(**{**question["model"]["config"], **changes})
-    STEPS["unlearn"](MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)), question, dict)
+    config = AutoConfig.for_model(**{**workload["model"]["config"], **changes})
+    STEPS["unlearn"](MoEModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)), workload, dict)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 torch.set_num_threads(1)
 steps.TIMED_PAIRS = 0
-question = json.loads(sys.argv[1])
+workload = json.loads(sys.argv[1])
 before = step(num_hidden_layers=1, num_experts=4)  # with what is loaded on the way
 print(step() - before)
 """
@@ -43,7 +43,7 @@ print(step() - before)
 @pytest.mark.parametrize(("method", "checkpointing"), [("none", False), ("none", True), ("anchor", False)])
 def test_a_step_takes_what_is_said(method, checkpointing, benchmark):
     rows = 32 if checkpointing else 2  # activations that stay would show
-    question = {
+    workload = {
         "model": {"id": "nobody/nothing", "revision": None, "config": CONFIG, "dtype": "bfloat16"},
         "layers": 4,
         "processes": 1,
@@ -60,9 +60,9 @@ def test_a_step_takes_what_is_said(method, checkpointing, benchmark):
             "retain_batch_size": rows,
         },
     }
-    found = measure(question)
+    found = measure(workload)
     said = max(found["passes"], found["update"])
-    command = [sys.executable, "-c", STEP, json.dumps(question)]
+    command = [sys.executable, "-c", STEP, json.dumps(workload)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     taken = int(result.stdout.split()[-1])

@@ -27,12 +27,14 @@ def imported(original, external, folder):
     return main(["import-checkpoint", *map(str, flags)])
 
 
-def test_a_folder_of_transformers_becomes_the_checkpoint_of_a_run(pair, original, tmp_path):
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_folder_of_transformers_becomes_the_checkpoint_of_a_run(pair, original, tmp_path, has_tokenizer):
     """With the very weights, and the tokenizer of the original model."""
     plain, run = tmp_path / "plain", tmp_path / "run"
     _, tokenizer = load_model(pair / "unlearned")
     AutoModelForCausalLM.from_pretrained(pair / "unlearned").save_pretrained(plain, max_shard_size="20KB")
-    tokenizer.save_pretrained(plain)
+    if has_tokenizer:
+        tokenizer.save_pretrained(plain)
     assert len([*plain.glob("*.safetensors")]) > 1 and imported(original, plain, run) == 0
     described = json.loads((run / "checkpoint.json").read_text())
     assert described["status"] == "external" and described["source"] == str(plain)

@@ -85,14 +85,14 @@ OTHERS = [
 ]  # fmt: skip
 
 
-MEASURED = {}  # by question
+MEASURED = {}  # by workload
 
 
-def measure(question):
+def measure(workload):
     """As `fake.measure` does, once for tests that ask the same."""
-    asked = json.dumps(question, sort_keys=True)
+    asked = json.dumps(workload, sort_keys=True)
     if asked not in MEASURED:
-        MEASURED[asked] = fake.measure(question)
+        MEASURED[asked] = fake.measure(workload)
     return dict(MEASURED[asked])
 
 
@@ -151,8 +151,8 @@ def test_every_method_takes_a_step_under_every_objective(objective, method):
 
 def test_one_step_of_an_attacked_method_can_be_planned(tmp_path):
     """Whose adversary restarts at checkpoints."""
-    question = Costs(PAPER, tmp_path)._unlearning(Step("olmoe", "unlearn", "wmdp_cyber", "gd", "anchored_adversary"))
-    assert Training(**question["training"]).adversary_steps == 2
+    workload = Costs(PAPER, tmp_path)._unlearning(Step("olmoe", "unlearn", "wmdp_cyber", "gd", "anchored_adversary"))
+    assert Training(**workload["training"]).adversary_steps == 2
 
 
 @pytest.mark.parametrize("name", ["frozen_router_adversary", "repselect", "mudman", "weight_distance"])
@@ -210,8 +210,8 @@ def test_a_world_in_fp8_is_measured_in_the_models_own_precision(tmp_path):
     project = copy(PAPER)
     training = {"expert_precision": "fp8", "linear_precision": "te_fp8"}
     project.world = project.world.model_copy(update={"training": project.world.training.model_copy(update=training)})
-    question = Costs(project, tmp_path)._question(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "unconstrained"))
-    assert {question["training"][name] for name in training} == {"native"}
+    workload = Costs(project, tmp_path)._workload(Step("qwen3_30b_a3b", "unlearn", "wmdp_cyber", "gd", "unconstrained"))
+    assert {workload["training"][name] for name in training} == {"native"}
 
 
 @pytest.mark.parametrize(
@@ -233,14 +233,14 @@ def test_parameters_are_as_many_as_published(tmp_path, model, parameters):
 def test_first_layers_may_differ(tmp_path, name, objective, in_part):
     """Three dense ones, then six with experts: what few layers predict of all nine is what these take."""
     costs, asked = costs_of(DENSE_FIRST[name], tmp_path), unlearning(objective=objective)
-    question = {**asked, "model": row(DENSE_FIRST[name]), "in_part": in_part}
-    assert costs._of_model(question) == pytest.approx(costs._measure(question, {"layers": 9, **in_part}), rel=1e-3)
+    workload = {**asked, "model": row(DENSE_FIRST[name]), "in_part": in_part}
+    assert costs._of_model(workload) == pytest.approx(costs._measure(workload, {"layers": 9, **in_part}), rel=1e-3)
 
 
 def test_the_first_gpu_has_the_first_layers_and_its_share_of_the_others(tmp_path):
     config, step = DENSE_FIRST["deepseek_v3"], Step("olmoe", "evaluate", "wmdp_cyber")
     costs = costs_of(config, tmp_path, gpus={"olmoe": 3})
-    held = costs._measure(costs._question(step), {"layers": 3 + 2})["weights"]
+    held = costs._measure(costs._workload(step), {"layers": 3 + 2})["weights"]
     assert costs.of(step).parts["weights"] == pytest.approx(2 * held / 1e9), "of two models"
 
 
@@ -274,8 +274,8 @@ def test_few_layers_that_do_not_run_or_differ_in_size_are_not_measured(monkeypat
 
 def test_operations_are_those_of_the_real_model():
     """Of a small one's forward pass; without a formula for grouped products most are missing."""
-    question = {"model": row(SMALL), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
-    counted = measure({**question, "news": False})["flops"]
+    workload = {"model": row(SMALL), "layers": 2, "processes": 1, "what": "evaluate", "rows": [2], "length": 16}
+    counted = measure({**workload, "news": False})["flops"]
     model = real_model().model
     formulas = {torch.ops.aten._grouped_mm: _grouped_product}
     real = []
@@ -296,7 +296,7 @@ def test_attention_counts():
     def layer(rows, length):
         sizes = dict.fromkeys(("forget_batch_size", "retain_batch_size"), rows)
         questions = [unlearning(layers=layers, length=length, **sizes) | {"rows": [rows, rows]} for layers in (2, 3)]
-        two, three = (measure(question)["flops"] for question in questions)
+        two, three = (measure(workload)["flops"] for workload in questions)
         return three - two
 
     tokens, both = 2 * 64, 2  # a pass of forget documents and one of retain documents
@@ -361,9 +361,9 @@ def test_decompositions_count():
 def test_a_trace_of_both_sides_counts_once():
     """Those of both sides hold what as many retain tokens alone do: tokens in fp32 and their norms, bounds, how fast
     each score can rise, and the routers."""
-    question = {**unlearning(method="expert_specific"), "traced": 2**17}
+    workload = {**unlearning(method="expert_specific"), "traced": 2**17}
     one, both = (
-        measure({**question, "method": PAPER.methods[name].model_dump(mode="json")})
+        measure({**workload, "method": PAPER.methods[name].model_dump(mode="json")})
         for name in ("expert_specific", "combined")
     )
     d, experts = (PUBLISHED["olmoe"][name] for name in ("hidden_size", "num_experts"))

@@ -26,16 +26,16 @@ def measured(monkeypatch):
     (of 8 bits, half), shared by processes; passes take 1 GB, or 10 without checkpoints, and 1 TFLOP a layer."""
     asked = []
 
-    def measure(question):
-        asked.append(question)
-        layers, training = question["layers"], question.get("training", {})
+    def measure(workload):
+        asked.append(workload)
+        layers, training = workload["layers"], workload.get("training", {})
         run = layers
         if "layer" in training.get("objective", {}):
             run = training["objective"]["layer"] + 1
-        weights = 1e9 * layers / question["processes"]
-        gradients = 1e9 * run / question["processes"] if training else 0
+        weights = 1e9 * layers / workload["processes"]
+        gradients = 1e9 * run / workload["processes"] if training else 0
         states = gradients / (2 if training.get("optimizer") == "adamw_8bit" else 1)
-        kept, has_basis = weights + gradients + states, bool(question.get("method", {}).get("basis"))
+        kept, has_basis = weights + gradients + states, bool(workload.get("method", {}).get("basis"))
         return {
             "of_layers": 48, "parameters": 5e8 * layers, "weights": weights, "gradients": gradients, "states": states,
             "passes": kept + 1e9 * (1 if training.get("gradient_checkpointing", True) else 10), "update": kept,
@@ -120,8 +120,8 @@ def test_seconds_after_an_interruption_are_not_those_of_a_job(tmp_path):
 def test_why_a_model_cannot_be_planned_is_told(tmp_path, monkeypatch, capsys):
     asked = []
 
-    def unknown(*question):
-        asked.append(question)
+    def unknown(*workload):
+        asked.append(workload)
         raise fake.NotMeasurable("models.yaml: write its dimensions under `config:`")
 
     monkeypatch.setattr(fake, "layers_of", unknown)

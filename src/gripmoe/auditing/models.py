@@ -251,15 +251,15 @@ def _size(count: float) -> str:
     return f"{count / GB:.1f} GB" if count >= GB / 10 else f"{1000 * count / GB:.1f} MB"
 
 
-def load(found: Located, name: str | Path, device: str | None = None, tokenizer=None):
+def load(found: Located, device: str | None = None, tokenizer=None):
     """The model with its adapter merged, and its tokenizer, or `tokenizer` if it is saved without one. Raises
     ConfigError for missing or truncated weights."""
-    whole = _folder(name, found.flag, None)  # with weights
+    whole = _folder(found.name, found.flag, None)  # with weights
     folder, adapter = (found.folder, whole) if found.adapter else (whole, None)
     if any(folder.glob("tokenizer*")):
         tokenizer = None
     elif tokenizer is not None:
-        tqdm.write(f"{found.flag} {name}: the folder has no tokenizer; that of --original is used")
+        tqdm.write(f"{found.flag} {found.name}: the folder has no tokenizer; that of the original model is used")
     model, tokenizer = load_model(folder, device, tokenizer=tokenizer, trust_remote_code=found.remote)
     if adapter:
         from peft import PeftModel

@@ -19,6 +19,7 @@ from gripmoe.config.training import Relearning
 from gripmoe.io.errors import ConfigError
 from gripmoe.moe.families import has_experts
 from gripmoe.planning.cost import FEWEST, GB, PROMPT, QUESTION, TFLOPS
+from gripmoe.planning.workload import Workload
 
 ATTACK_GROUPS = {  # by the names of --attacks, the most informative first
     "forcing": ("expert forcing",),
@@ -191,11 +192,11 @@ def _sizes(
     return row.benchmark, relearning, sizes, unfit
 
 
-def _whole(question: dict) -> dict[str, float]:
+def _whole(workload: Workload) -> dict[str, float]:
     """The result of `measure` for all layers, extrapolated linearly from FEWEST alike ones and one more."""
     from gripmoe.planning.fake import layers_of, measure
 
-    found = layers_of(question["model"], FEWEST)
+    found = layers_of(workload["model"], FEWEST)
     least = found["first"] + FEWEST
-    few, more = (measure({**question, "layers": least + extra}) for extra in (0, 1))
+    few, more = (measure({**workload, "layers": least + extra}) for extra in (0, 1))
     return {key: value + (found["of_layers"] - least) * (more[key] - value) for key, value in few.items()}

@@ -201,9 +201,9 @@ def _from_folders(given: Mapping[str, str | Path], finetuning: Relearning | None
     found = models.find_all(given, trust_remote_code)
     tqdm.write(models.check_memory(found["original"], finetuning, len(given)))
     loaded, tokenizers = {}, {}
-    for name, folder in given.items():
+    for name in given:
         device = None if name == "unlearned" else "cpu"
-        loaded[name], tokenizers[name] = models.load(found[name], folder, device, tokenizers.get("original"))
+        loaded[name], tokenizers[name] = models.load(found[name], device, tokenizers.get("original"))
         described = (models.described(model.config, {}, model.dtype) for model in (loaded["original"], loaded[name]))
         models.compare_described(*described, f"--original and --{name}")
         models.compare_tokenizers(tokenizers["original"], tokenizers[name], f"--original and --{name}")

@@ -19,6 +19,7 @@ from gripmoe.config.project import Project
 from gripmoe.config.provenance import package_versions
 from gripmoe.config.world import RunKey
 from gripmoe.io.files import read_json, write_json
+from gripmoe.planning.workload import Workload
 
 GB = 1e9
 TFLOPS = 50.0  # measured: steps of OLMoE and Qwen1.5-MoE on an H200, whose dense bf16 rate is 989 (docs/cost.md)
@@ -98,7 +99,7 @@ class Costs:
     def __init__(self, project: Project, results: Path):
         self.project, self._results, self._file = project, results, results / "cost.json"
         self._measured: dict[str, Any] = read_json(self._file) if self._file.exists() else {}
-        self.unmeasured: dict[str, str] = {}  # why, by question
+        self.unmeasured: dict[str, str] = {}  # why, by measurement
         self._code, self._costs = "", {}
 
     def varied(self, project: Project) -> Costs:
@@ -112,78 +113,75 @@ class Costs:
         the CPU."""
         if step not in self._costs:
             published = isinstance(self.project.trained_from(step.model), PublishedModel)
-            question = self._question(step) if published and self.project.gpus(step.model) else None
-            self._costs[step] = self._cost(step, question) if question and self._layers(question) else None
+            workload = self._workload(step) if published and self.project.gpus(step.model) else None
+            self._costs[step] = self._cost(step, workload) if workload and self._layers(workload) else None
         return self._costs[step]
 
     def flops_per_token(self, step: Step) -> float:
         """Operations per token of a forward pass in evaluation: letter questions of mean length, or texts of news."""
-        question = self._evaluation(step)
-        if not question["news"]:  # the longest prompt would overstate attention
-            question["length"] = QUESTION
-        return self._of_model(question)["flops"] / (question["rows"][0] * question["length"])
+        workload = self._evaluation(step)
+        if not workload["news"]:  # the longest prompt would overstate attention
+            workload["length"] = QUESTION
+        return self._of_model(workload)["flops"] / (workload["rows"][0] * workload["length"])
 
     def parameters(self, step: Step) -> float:
         return self._of_model(self._evaluation(step))["parameters"]
 
     def bases(self, step: Step) -> float:
         """GB of all bases of an "unlearn" step."""
-        return self._of_model(self._question(step))["basis"] / GB
+        return self._of_model(self._workload(step))["basis"] / GB
 
     def checkpoint(self, step: Step) -> float:
         """GB of weights, optimizer states, and averages or growing bases that all processes of an "unlearn" step save,
         on however many GPUs."""
-        question = self._question(step)
-        of_model = self._of_model(question)
-        is_averaged, has_growing_bases = question["training"]["average_decay"], question["method"]["basis"] == "cached"
+        workload = self._workload(step)
+        of_model = self._of_model(workload)
+        is_averaged, has_growing_bases = workload["training"]["average_decay"], workload["method"]["basis"] == "cached"
         averages = 2 * of_model["gradients"] if is_averaged else 0  # in fp32, of weights in bf16
         bases = of_model["basis"] if has_growing_bases else 0
-        return question["processes"] * (of_model["weights"] + of_model["states"] + averages + bases) / GB
+        return workload["processes"] * (of_model["weights"] + of_model["states"] + averages + bases) / GB
 
     # From measurements to a cost
 
-    def _cost(self, step: Step, question: dict[str, Any]) -> Cost:
-        world, processes, models = self.project.world, question["processes"], question["models"]
-        of_model = self._of_model(question)
-        cached = question.get("method", {}).get("basis") == "cached"  # growing bases stay on the GPU
+    def _cost(self, step: Step, workload: Workload) -> Cost:
+        world, processes, models = self.project.world, workload["processes"], workload["models"]
+        of_model = self._of_model(workload)
+        cached = workload.get("method", {}).get("basis") == "cached"  # growing bases stay on the GPU
         on_gpu = of_model["basis"] if cached else min(of_model["basis"], world.basis_memory * GB)
         elsewhere = of_model["basis"] - on_gpu
-        parts = {name: size / GB for name, size in self._parts(step, question, on_gpu).items() if size > 0}
+        parts = {name: size / GB for name, size in self._parts(step, workload, on_gpu).items() if size > 0}
         host = models * 2 * of_model["parameters"] / GB
         if step.what == "unlearn":
             host += world.original_memory + min(elsewhere / GB, world.basis_host_memory)
-        waiting = of_model["received"] / LINK + elsewhere / HOST / question.get("every", 1)
+        waiting = of_model["received"] / LINK + elsewhere / HOST / workload.get("every", 1)
         gpus = self.project.gpus(step.model)
         return Cost(step, gpus, processes, parts, processes * host, of_model["flops"] / 1e12, waiting)
 
-    def _parts(self, step: Step, question: dict[str, Any], bases: float) -> dict[str, float]:
+    def _parts(self, step: Step, workload: Workload, bases: float) -> dict[str, float]:
         """Peak bytes of the first GPU, by use. The first GPU has the `bases`, and in one process also what the
         constraint keeps of all layers."""
-        of_layers, first = (self._layers(question)[name] for name in ("of_layers", "first"))
+        of_layers, first = (self._layers(workload)[name] for name in ("of_layers", "first"))
         layers = of_layers
-        if question["processes"] == 1:  # the GPUs share the layers
+        if workload["processes"] == 1:  # the GPUs share the layers
             layers = first + ceil((of_layers - first) / self.project.gpus(step.model))
-        in_part = {name: min(count, layers) for name, count in question["in_part"].items()}
-        of_gpu = self._extrapolated(question, {"layers": layers, **in_part})
+        in_part = {name: min(count, layers) for name, count in workload["in_part"].items()}
+        of_gpu = self._extrapolated(workload, {"layers": layers, **in_part})
         parts = {name: of_gpu[name] for name in ("weights", "gradients", "states")} | {"bases": bases}
         peak = max(of_gpu["passes"], of_gpu["update"]) + bases
-        if step.what == "unlearn" and question["processes"] == 1:  # several gather the model in host memory
-            of_model = self._of_model(question)
+        if step.what == "unlearn" and workload["processes"] == 1:  # several gather the model in host memory
+            of_model = self._of_model(workload)
             kept, kept_of_gpu = (numbers["held"] - numbers["weights"] for numbers in (of_model, of_gpu))
             saving = self._extrapolated(self._evaluation(step), {"layers": layers})["saving"]
             peak = max(peak + kept - kept_of_gpu, saving + parts["gradients"] + bases + kept)
         parts["activations"] = peak - sum(parts.values())
         if step.what == "evaluate":  # the unlearned model answers alone, before the original loads
             parts["activations"] = max(0.0, parts["activations"] - parts["weights"])
-        parts["weights"] *= question["models"]
+        parts["weights"] *= workload["models"]
         return parts
 
     # What is measured
 
-    def _question(self, step: Step) -> dict[str, Any]:
-        """The argument of `measure` for a step. This class adds keys of its own: `models`, the number of models in
-        memory; `in_part`, the number of layers that "run" or are "trained", if not all; and `every`, of the method,
-        whose projection is measured in each step."""
+    def _workload(self, step: Step) -> Workload:
         project, model = self.project, self.project.models[step.model]
         if step.what == "unlearn":
             return self._any_step(step) | self._unlearning(step)
@@ -202,11 +200,11 @@ class Costs:
             return self._evaluation(step)
         return self._any_step(step) | {"rows": rows, "length": length, "training": training, "processes": processes}
 
-    def _any_step(self, step: Step) -> dict[str, Any]:
+    def _any_step(self, step: Step) -> Workload:
         model = self.project.trained_from(step.model).model_dump(mode="json")
         return {"model": model, "what": step.what, "processes": 1, "models": 1, "in_part": {}}
 
-    def _evaluation(self, step: Step) -> dict[str, Any]:
+    def _evaluation(self, step: Step) -> Workload:
         """A forward pass. Evaluation and attacks have the original model in memory beside the unlearned one."""
         benchmark = self.project.benchmarks[step.benchmark or self.project.world.benchmarks[0]]
         rows, length = TEXTS if benchmark.is_news else (benchmark.evaluation_batch_size, PROMPT)
@@ -216,7 +214,7 @@ class Costs:
         asked = {"what": "evaluate", "rows": [rows], "length": length, "news": benchmark.is_news, "models": models}
         return self._any_step(step) | asked
 
-    def _unlearning(self, step: Step) -> dict[str, Any]:
+    def _unlearning(self, step: Step) -> Workload:
         project, method = self.project, self.project.methods[step.method]
         training = project.training(step.model, step.benchmark, step.objective, step.method)
         processes = project.processes(step.model, step.method)
@@ -255,32 +253,32 @@ class Costs:
 
     # Measurements at few layers
 
-    def _layers(self, question: dict[str, Any]) -> dict[str, int]:
+    def _layers(self, workload: Workload) -> dict[str, int]:
         """The result of `layers_of`; empty if the published model cannot be measured."""
-        return self._stored("layers_of", question["model"], FEWEST)
+        return self._stored("layers_of", workload["model"], FEWEST)
 
-    def _of_model(self, question: dict[str, Any]) -> dict[str, float]:
+    def _of_model(self, workload: Workload) -> dict[str, float]:
         """The measurement, extrapolated to all layers."""
-        return self._extrapolated(question, {"layers": self._layers(question)["of_layers"], **question["in_part"]})
+        return self._extrapolated(workload, {"layers": self._layers(workload)["of_layers"], **workload["in_part"]})
 
-    def _extrapolated(self, question: dict[str, Any], wanted: dict[str, int]) -> dict[str, float]:
+    def _extrapolated(self, workload: Workload, wanted: dict[str, int]) -> dict[str, float]:
         """The measurement for the `wanted` counts: "layers", and layers that "run" and are "trained". Every number is
         linear in each count. So each count is increased by one in turn, and the difference is extrapolated."""
-        first = self._layers(question)["first"]
+        first = self._layers(workload)["first"]
         few = {name: FEWEST if name == "trained" else FEWEST + first for name in wanted}  # the last layers train
-        before = self._measure(question, few)
+        before = self._measure(workload, few)
         extrapolated, counts = dict(before), few
         for name, count in wanted.items():
             counts = {**counts, name: few[name] + 1}
-            after = self._measure(question, counts)
+            after = self._measure(workload, counts)
             for key, value in after.items():
                 extrapolated[key] += (count - few[name]) * (value - before[key])
             before = after
         return extrapolated
 
-    def _measure(self, question: dict[str, Any], counts: dict[str, int]) -> dict[str, float]:
+    def _measure(self, workload: Workload, counts: dict[str, int]) -> dict[str, float]:
         """The result of `measure` for few layers."""
-        asked = {key: value for key, value in question.items() if key not in ("models", "in_part", "every")}
+        asked = {key: value for key, value in workload.items() if key not in ("models", "in_part", "every")}
         asked["layers"] = counts["layers"]
         if "run" in counts:
             objective = {**asked["training"]["objective"], "layer": counts["run"] - 1}

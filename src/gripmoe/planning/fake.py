@@ -41,6 +41,7 @@ from gripmoe.moe import MoEModel
 from gripmoe.moe.families import family_of
 from gripmoe.moe.sharding import shard_experts
 from gripmoe.planning.counting import FORMULAS, Answers, Memory, bytes_of
+from gripmoe.planning.workload import Workload
 from gripmoe.training import loop, steps
 from gripmoe.training.finetune import finetune
 from gripmoe.training.objectives import make_objective, sequence_logprobs
@@ -50,23 +51,21 @@ NOWHERE = Path("/nonexistent/state.pt")  # no state to resume from
 Spent = Callable[[], dict[str, float]]  # operations and bytes received so far, and bytes held now
 
 
-def measure(question: Mapping[str, Any]) -> dict[str, float]:
+def measure(workload: Workload) -> dict[str, float]:
     """Measures a step. Returns bytes of each process: "weights", "gradients", optimizer "states", retain "basis"; the
     peaks of "passes" and "update", and for "evaluate" of "saving" the model; bytes "held" before a step of unlearning,
     and bytes "received" from other processes. Also "flops", "parameters", and "of_layers", the number of layers of the
     published model.
 
-    `question` has `model` (a row of models.yaml), the number of `layers` to measure, `processes`, `what` to do, `rows`
-    of `length` tokens, and the keys that the function in `STEPS` reads. Raises NotMeasurable for a model without known
-    dimensions, and for one in fp32.
+    Raises NotMeasurable for a model without known dimensions, and for one in fp32.
     """
-    if question["model"]["dtype"] != "bfloat16":
-        raise NotMeasurable(f"model {question['model']['id']!r}: torch's fake grouped products are in bf16 alone")
-    config = dimensions(question["model"])
-    of_layers, config.num_hidden_layers = config.num_hidden_layers, question["layers"]
+    if workload["model"]["dtype"] != "bfloat16":
+        raise NotMeasurable(f"model {workload['model']['id']!r}: torch's fake grouped products are in bf16 alone")
+    config = dimensions(workload["model"])
+    of_layers, config.num_hidden_layers = config.num_hidden_layers, workload["layers"]
     if types := getattr(config, "layer_types", None):  # the last one again, for a model of fewer layers
-        config.layer_types = (types + types[-1:] * question["layers"])[: question["layers"]]
-    processes = question["processes"]
+        config.layer_types = (types + types[-1:] * workload["layers"])[: workload["layers"]]
+    processes = workload["processes"]
     with _quiet(), _processes(processes), _replaced() as memory:
         fake = FakeTensorMode()
         fake.fake_tensor_converter.set_tensor_memo = lambda *_: None  # its weak references forbid Module.float()
@@ -80,8 +79,8 @@ def measure(question: Mapping[str, Any]) -> dict[str, float]:
         flops.mod_tracker._fw_pre_hook = flops.mod_tracker._fw_post_hook = lambda *_: None
         with fake, Answers(), memory, flops:
             spent = lambda: {"flops": flops.get_total_flops(), "received": memory.received, "held": memory.now()}  # noqa: E731
-            taken = STEPS[question["what"]](moe, question, spent)
-            if question["what"] == "evaluate":
+            taken = STEPS[workload["what"]](moe, workload, spent)
+            if workload["what"] == "evaluate":
                 memory.phase = "saving"
                 revert_weight_conversion(moe.model, moe.model.state_dict())
     return {
@@ -111,9 +110,9 @@ def layers_of(model: Mapping[str, Any], fewest: int) -> dict[str, int]:
     first = differing if differing > 1 else 0
     if first and first + fewest >= len(sizes):
         raise NotMeasurable(f"model {model['id']!r}: layers of several sizes take turns")
-    question = {"model": model, "layers": first + fewest, "processes": 1, "what": "evaluate"}
+    workload = {"model": model, "layers": first + fewest, "processes": 1, "what": "evaluate"}
     try:
-        found = measure({**question, "rows": [1], "length": 2, "news": False})
+        found = measure({**workload, "rows": [1], "length": 2, "news": False})
     except ConfigError:
         raise
     except Exception as error:
@@ -206,15 +205,15 @@ def _rows(count: int, length: int) -> list[Row]:
     return [Row(str(number), [1] * length, [1] * length) for number in range(count)]
 
 
-def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[str, float]:
+def _unlearn(moe: MoEModel, workload: Workload, spent: Spent) -> dict[str, float]:
     """The step of `objective` under `method`, as `gripmoe.training.steps` takes it."""
-    method, training = Method(**question["method"]), Training(**question["training"])
+    method, training = Method(**workload["method"]), Training(**workload["training"])
     if method.constraint != "none" and not moe.layers:
         raise ConfigError(
-            f"`constraint: {method.constraint}` is about routers, and model {question['model']['id']!r} has none: "
+            f"`constraint: {method.constraint}` is about routers, and model {workload['model']['id']!r} has none: "
             "leave methods with it out of the world"
         )
-    tokens, d, experts = question["traced"], moe.hidden_size, moe.num_experts
+    tokens, d, experts = workload["traced"], moe.hidden_size, moe.num_experts
     shape = 1 if method.granularity == "layer" else experts, d, min(d, tokens, method.max_rank or d)
 
     def recorded(rows: int) -> _Read:
@@ -239,9 +238,9 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     with patch.object(nullspace, "padded_indices", even_share):
         loop.unlearn(
             moe,
-            make_objective(question["objective"], training.objective, seed=0),
+            make_objective(workload["objective"], training.objective, seed=0),
             built.constraint,
-            Corpora(*(_rows(count, question["length"]) for count in question["rows"]), pad_id=0),
+            Corpora(*(_rows(count, workload["length"]) for count in workload["rows"]), pad_id=0),
             training,
             StopRule({"asked": 0.0}, scores),
             seed=0,
@@ -255,27 +254,27 @@ def _unlearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> dict[s
     return of_step | {"basis": basis, "held": before.get("held", 0)}
 
 
-def _finetune(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
-    rows = _rows(*question["rows"], question["length"])
-    settings = {"epochs": 1, "learning_rate": 1.0, "batch_size": len(rows), **question["training"]}
+def _finetune(moe: MoEModel, workload: Workload, spent: Spent) -> None:
+    rows = _rows(*workload["rows"], workload["length"])
+    settings = {"epochs": 1, "learning_rate": 1.0, "batch_size": len(rows), **workload["training"]}
     finetune(moe.model, rows, **settings, pad_id=0, seed=0, state_file=NOWHERE)
 
 
-def _relearn(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
-    rows = _rows(*question["rows"], question["length"])
-    attack.relearning(moe, rows, lambda _: [], Relearning(**question["training"]), checks=(0, 1))
+def _relearn(moe: MoEModel, workload: Workload, spent: Spent) -> None:
+    rows = _rows(*workload["rows"], workload["length"])
+    attack.relearning(moe, rows, lambda _: [], Relearning(**workload["training"]), checks=(0, 1))
 
 
-def _undo(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
-    rows = _rows(*question["rows"], question["length"])
-    undo(moe, rows, UndoConfig(**{**question["training"], "steps": 1}), pad_id=0, seed=0)
+def _undo(moe: MoEModel, workload: Workload, spent: Spent) -> None:
+    rows = _rows(*workload["rows"], workload["length"])
+    undo(moe, rows, UndoConfig(**{**workload["training"], "steps": 1}), pad_id=0, seed=0)
 
 
 @torch.no_grad()
-def _read(moe: MoEModel, question: Mapping[str, Any], spent: Spent) -> None:
+def _read(moe: MoEModel, workload: Workload, spent: Spent) -> None:
     """Letter prompts as in lm-evaluation-harness, or texts of news for membership inference."""
-    batch = collate(_rows(*question["rows"], question["length"]), pad_id=0)
-    if question["news"]:
+    batch = collate(_rows(*workload["rows"], workload["length"]), pad_id=0)
+    if workload["news"]:
         sequence_logprobs(moe, batch)
     else:
         F.log_softmax(moe.model(batch.input_ids).logits, dim=-1)
