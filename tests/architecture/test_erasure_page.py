@@ -117,24 +117,22 @@ def test_what_stands_below_the_held_out_table_is_its_records():
     wide = HELD_OUT.pivot_table(index="model", columns=["method", "metric"], values="value")
     never, methods = wide["retrained"], ("frozen_router_adversary_x3", "anchored_adversary_x3")
     first = strongest_attacks(HELD_OUT).set_index("method").excess[methods[0]]
-    assert f"on a single one of these models has an excess of {first.max():.2f}." in TEXT
+    assert f"the largest excess on one of the models is {first.max():.2f}." in TEXT
     start = {name: (wide[name] - never).prompt_plain for name in methods}  # of the questions that relearning asks
     told = "by {:.2f} more in the unlearned models than in the retrained models (bound {:.3f}). With the anchor they"
     told += " raise it by {:.2f} more (bound {:.3f})."
     gains = [(wide[name] - never).relearned_after_20 - start[name] for name in methods]
     assert told.format(*(number for gain in gains for number in (gain.mean(), bound(gain)))) in TEXT
-    told = (
-        "excess of {:.2f} (bound {:.3f}) with a frozen router with an adversary and of {:.2f} (bound {:.3f}) with the"
-    )
+    told = "excess is {:.2f} (bound {:.3f}) with a frozen router with an adversary and {:.2f} (bound {:.3f}) with the"
     layers = [(wide[name] - never).restored_experts_worst_layer for name in methods]
     assert told.format(*(number for layer in layers for number in (layer.mean(), bound(layer)))) in TEXT
     under = (wide[methods[0]] - never).relearned_after_20
     others = [name for name in ATTACK_METRICS if name in never and name != "relearned_after_20"]
-    assert "So the mean excess is negative under the 13 attacks other than 20 steps on" in TEXT and len(others) == 13
+    assert "So 13 of the 14 mean excesses are negative, all but that of 20 steps on other" in TEXT and len(others) == 13
     assert (wide[methods[0]] - never)[others].mean().max() < 0 < under.mean()
     flipped = [abs(under - 0.05) @ signs / len(under) for signs in product([1, -1], repeat=len(under))]
     p = sum(mean <= under.mean() - 0.05 + 1e-12 for mean in flipped) / len(flipped)
-    assert f"A sign-flip test, which does not assume normal values, has p = {p:.3f}, which does not" in TEXT
+    assert f"A sign-flip test assumes no normal values; its p = {p:.3f} does not survive." in TEXT
     lower = (wide.frozen_router - wide[methods[0]]).relearned_after_20
     half = 2.447 * lower.std() / 7**0.5
     told = f"it is higher by {lower.mean():.2f} ({lower.mean() - half:.2f} to {lower.mean() + half:.2f}, a post-hoc"
@@ -298,14 +296,10 @@ def test_what_settings_of_the_anchored_method_return_is_the_records():
         assert set(group.status) == {"not_reached" if label == twice else "reached"}
         found = [group.tokens.mean() / 1e6, *group[columns].mean()]
         assert "| " + " | ".join([label, *(f"{value:.2f}" for value in found)]) + " |" in PAGE, label
-    after_10 = groups.dev_relearned_after_10.mean()[anchored].sort_values()
-    first = tried.query("method == @anchored and change.str.contains('3.0}')").dev_relearned_after_10.mean()
-    told = f"return {after_10.iloc[0]:.2f} in place of {first:.2f} after 10 steps of relearning"
-    assert told in TEXT and '"adversary_steps": 4' in after_10.index[0]
-    of_late = tried[late].groupby("anchor_from_step").mean(numeric_only=True)
-    assert "An anchor that begins after 120 or 200 steps keeps the routing, and models relearn more" in TEXT
-    assert [*of_late.index] == [120, 200] and (of_late.routing_stability > 0.93).all()
-    assert (of_late.dev_relearned_after_10 > first).all()
+    after_10 = groups.dev_relearned_after_10.mean()[anchored]
+    two = after_10['{"checks_to_stop": 3, "alpha": 1.0}']
+    four = after_10['{"checks_to_stop": 3, "alpha": 1.0, "adversary_steps": 4}']
+    assert f"four adversary steps return {four:.2f} after 10 steps of relearning, and two return {two:.2f}." in TEXT
 
 
 AVERAGED = load_runs(RECORD / "averaged" / "runs.csv")
@@ -339,17 +333,6 @@ def test_what_averages_of_the_weights_change_is_the_records():
     routing = with_average("anchored_adversary_x3", ["routing_stability"])
     told = f"{with_interval(routing['npo'])} under NPO and {with_interval(routing['gd'])} under GD."
     assert f"a little more of the routing**: {told}" in TEXT
-
-
-def test_what_later_restarts_return_is_the_records():
-    tried = pd.read_csv(RECORD / "attempts_restart.csv").query("method == 'frozen_router_adversary_x3'")
-    of = tried.groupby("change").mean(numeric_only=True)
-    late, early = (
-        of.loc[key] for key in ('{"adversary_rate": 3.0, "adversary_restart": 40}', '{"adversary_rate": 3.0}')
-    )
-    assert "it lowers what 100 steps on other forget facts return, and raises what retain documents return." in TEXT
-    assert (late < early)[["dev_relearned_after_100", "relearned_after_100"]].all()
-    assert late.relearned_from_retain_after_100 > early.relearned_from_retain_after_100
 
 
 def test_attacks_tell_models_apart_as_the_page_says():
@@ -449,7 +432,9 @@ def test_the_depths_are_what_was_measured():
     retrained = [read("retrained", metric) for metric in after_two]
     assert "answers {:.2f} of the forget questions and {:.2f} of the retain questions.".format(*unlearned) in text
     assert "From the retrained model's it answers {:.2f} and {:.2f}.".format(*retrained) in text
-    assert f"original answers {read('erase_words', 'retain_read_above_layer_1'):.2f} then." in text
+    assert (
+        f"the original answers {read('erase_words', 'retain_read_above_layer_1'):.2f} of the retain questions." in text
+    )
 
     depths = depth_scores(measured)
     depths = depths[~depths.method.isin(["original", "retrained", "erase_words"])]
@@ -487,12 +472,12 @@ def test_the_concentration_of_facts_is_what_was_measured():
         return exp(-sum(share * log(share) for share in shares if share))
 
     forget, retain = (original.groupby("model")[questions].apply(experts).mean() for questions in ("forget", "retain"))
-    assert f"as if {forget:.0f} experts shared them equally, and those to retain answers as if {retain:.0f} did" in TEXT
+    assert f"is {forget:.0f} for forget answers and {retain:.0f} for retain answers." in TEXT
     low = original[original.layer < 2]
     shares = {f"{low[questions].sum() / original[questions].sum():.0%}" for questions in ("forget", "retain")}
     common = []
     for _, of_model in original.groupby("model"):
         first, second = (set(of_model[questions].nlargest(8).index) for questions in ("forget", "retain"))
         common.append(len(first & second))
-    assert "forget answers {}, {} and {} are among the 8".format(*common) in TEXT
-    assert shares == {"99%"} and "Of their sum 99 % is in the first two layers." in TEXT
+    assert "most to retain answers share {}, {} and {}.".format(*common) in TEXT
+    assert shares == {"99%"} and "Of their contributions 99 % are in the first two layers." in TEXT

@@ -159,6 +159,21 @@ def test_a_run_that_diverged_has_a_line(lines):
     assert re.fullmatch(r"diverged +at step 40", runs["unconstrained"]) and " 1 diverged" in total
 
 
+def test_a_run_that_missed_its_target_has_a_line(lines):
+    """The control: one that reached it."""
+    done = Path("results/tiny", *KEY, "unconstrained", "0")
+    outcome = {"status": "not_reached", "steps": 800, "targets": {"forget_accuracy": 0.27}}
+    for step in ("checkpoint", "evaluation", "attack"):
+        write_json(done / f"{step}.json", outcome)
+    write_json(done / "history.json", [{"step": 0, "forget_accuracy": 1.0}, {"step": 800, "forget_accuracy": 0.3}])
+    runs, total = lines()
+    said = r"missed +all 800 steps taken: forget_accuracy is 0.300, the target 0.27 \(met at 3 checks in a row\)"
+    assert re.fullmatch(said, runs["unconstrained"]) and " 1 missed" in total
+    write_json(done / "checkpoint.json", {**outcome, "status": "reached"})
+    runs, total = lines()
+    assert "unconstrained" not in runs and "1 done" in total
+
+
 def test_a_run_that_had_nothing_to_unlearn_has_a_line(lines):
     done = Path("results/tiny", *KEY, "unconstrained", "0")
     for step in ("checkpoint", "evaluation", "attack"):

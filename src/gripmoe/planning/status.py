@@ -25,7 +25,8 @@ CLUSTER_LOGS = Path("logs/slurm")  # `slurm-logdir` of the profile
 def run_status(project: Project, results: Path, key: RunKey) -> tuple[str, str]:
     """The next rule of a run; and why SLURM ended its job, or the last line of its log. A run that has not begun waits,
     perhaps for a step that it shares with others. A run without a next rule is "outdated" by `changes`, "diverged",
-    "untrained" if the model met the forget target before training, or "done"."""
+    "untrained" if the model met the forget target before training, "missed" if it took all steps without meeting the
+    target, or "done"."""
     for rule in own_rules(project, key):
         if not is_done(results, rule, key):
             return rule, _said(results, rule, key) or _awaited(project, results, key)
@@ -38,6 +39,12 @@ def run_status(project: Project, results: Path, key: RunKey) -> tuple[str, str]:
         return "diverged", f"at step {outcome['steps']}"
     if outcome.get("status") == "reached" and outcome.get("steps") == 0:
         return "untrained", "the model met the forget target before training"
+    history = checkpoint.with_name("history.json")
+    if outcome.get("status") == "not_reached" and history.exists():
+        last, checks = read_json(history)[-1], project.run(*key).training.checks_to_stop
+        asked = [f"{name} is {last[name]:.3f}, the target {target:g}" for name, target in outcome["targets"].items()]
+        in_a_row = f" (met at {checks} checks in a row)" * (checks > 1)
+        return "missed", f"all {outcome['steps']} steps taken: {'; '.join(asked)}{in_a_row}"
     return "done", ""
 
 
