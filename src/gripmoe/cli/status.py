@@ -15,10 +15,9 @@ def status(*, world: World = "tiny", config: ConfigFolder = Path("workflow/confi
 
     Each run that is not done has a line, with its next rule and the last line of that rule's log, or of the log of
     the shared step that the run waits for. An outdated run has a line with the settings and steps that have changed
-    since it ran; changed files of your own are seen by `snakemake -n` alone. A run whose training diverged has a line
-    with the step, and so has a run that took all steps without meeting the forget target, or whose model met the target
-    before training. Further lines give the size
-    of every folder with stored outputs of original models, and the numbers of runs.
+    since it ran; changed files of your own are seen by `snakemake -n` alone. A run has a line too if its training
+    diverged, if it took all steps without meeting the forget target, or if its model met the target before training.
+    Further lines give the size of every folder with stored outputs of original models, and the numbers of runs.
 
     \b
     Example:
